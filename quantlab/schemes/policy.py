@@ -3,8 +3,8 @@
     policy  := store ["/" store] "@" window (":" key "=" value)*
     store   := name [":" granularity] ("+" modifier)*
 
-``fp32@1`` rewrites an FP32 state each token; ``fp32@16`` keeps a checkpoint and a window of 16 inputs; ``fp32/nvfp4@16``
-lets a 4-bit read copy of the checkpoint serve the reads.  After "@" every ":" starts an option.
+``fp32@1`` rewrites an FP32 state each token; ``fp32@16`` keeps a checkpoint and a window of 16 inputs;
+``fp32/nvfp4@16`` lets a 4-bit read copy of the checkpoint serve the reads.  After "@" every ":" starts an option.
 """
 
 from dataclasses import dataclass, field, fields
