@@ -37,7 +37,8 @@ clean: ## remove .venv, build outputs and caches; results/ stays
 
 # Status 5 is "no test selected": a tier may be empty, but never silently.
 define pytest
-$(RUN) -m pytest -m '$(1)' || { status=$$?; test $$status -eq 5 || exit $$status; \
+@echo "$(RUN) -m pytest -m '$(1)'"
+@$(RUN) -m pytest -m '$(1)' || { status=$$?; test $$status -eq 5 || exit $$status; \
 	echo 'make: NOTE: no test is marked "$(1)", so nothing was run' >&2; }
 endef
 
