@@ -1,4 +1,4 @@
-"""Counter-based random words: the same element of the same store of the same sequence always gets the same word.
+"""Counter-based random words: one element of one store of one sequence always gets the same word.
 
 Philox-4x32 (Salmon, Moraes, Dror, Shaw, SC 2011), as Triton's ``tl.randint4x`` and cuRAND have it.
 """
@@ -20,7 +20,7 @@ def _rounds(
 ) -> list[Tensor]:
     k0, k1 = key
     for _ in range(rounds):
-        # int64 products wrap modulo 2^64, which keeps all 64 bits; the mask undoes the arithmetic shift's sign.
+        # int64 products wrap modulo 2^64, which keeps all bits; the mask undoes the arithmetic shift's sign.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((p1 >> 32) & _WORD) ^ c1 ^ k0,
@@ -35,7 +35,7 @@ def _rounds(
 def philox_4x32(counter: Tensor, key: tuple[int, int], rounds: int = 10) -> Tensor:
     """Four 32-bit words for every counter.
 
-    counter: int64 (..., 4), each a word in [0, 2^32); key: two such words; returns int64 (..., 4) of uint32 words.
+    counter: int64 (..., 4), each a word in [0, 2^32); key: two such words.  Returns int64 (..., 4).
     """
     if counter.dtype != torch.int64 or counter.dim() == 0 or counter.shape[-1] != 4:
         raise InputError("counter", f"{counter.dtype} {tuple(counter.shape)}", "int64 of shape (..., 4)")
