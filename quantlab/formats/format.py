@@ -78,8 +78,8 @@ class Format:
 
         random_bits: int64 like x, uint32 words, required iff stochastic (the low n bits are used).
         residual: the previous Encoded.residual, for error feedback only; zeros if absent.
-        Elements are rounded once, straight from x; scaled formats first take x to float32 and compute in it, so
-        equal numbers give equal bits whatever dtype holds them.  float64 input takes the readable path.
+        Elements are rounded once, straight from x; scaled formats first take x to float32 and compute in it,
+        so equal numbers give equal bits whatever dtype holds them.  float64 input takes the readable path.
         Errors: InputError for a wrong dtype or shape, for NaN or Inf into int8 or nvfp4, for NaN into e2m1.
         """
         self._check(x, random_bits, residual)
@@ -91,6 +91,8 @@ class Format:
         scales, global_scale, divisors = self._scales(target)
         quotient = target / self._expand(divisors, target)
         codes = self._encode(quotient.to(x.dtype), random_bits)
+        if self._is_nvfp4:
+            scales = fused.encode(scales, scaling.SCALE_ELEMENT, None, rounding.EXACT_BITS)
         encoded = Encoded(codes, scales, global_scale)
         if self.error_feedback is None:
             return encoded
@@ -106,7 +108,8 @@ class Format:
             return values
         scales = encoded.scales
         if self._is_nvfp4:
-            scales = scaling.nvfp4_decoded_scales(scales, self._global_per_block(encoded.global_scale))
+            scales = fused.decode(scales, scaling.SCALE_ELEMENT)
+            scales *= self._global_per_block(encoded.global_scale)
         return values.mul_(self._expand(scales, values))
 
     def round(self, x: Tensor, random_bits: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -126,7 +129,8 @@ class Format:
         target = self._target(x, residual)
         # A zero scale has divisor 1.0 and zero codes, so that multiplying by the divisor decodes it as well.
         divisors = self._expand(self._scales(target)[2], target)
-        return fused.round_values(target / divisors, element, random_bits, bits).mul_(divisors)
+        quotient = target / divisors
+        return fused.round_values_(quotient, target, element, random_bits, bits).mul_(divisors)
 
     def group(self, key_dim: int) -> int:
         """Values along the key dim that share a stored scale; 0 if there is none."""
@@ -174,7 +178,7 @@ class Format:
 
     def _refuse_nan(self, x: Tensor) -> None:
         element = self.row.element
-        if isinstance(element, Element) and element.nan_code is None and bool(x.isnan().any()):
+        if isinstance(element, Element) and element.nan_code is None and fused.has_nan(x):
             raise InputError("x", "NaN", f"numbers: {self.text} has no code for NaN")
 
     def _encode(self, x: Tensor, words: Tensor | None) -> Tensor:
@@ -194,9 +198,9 @@ class Format:
         return x if residual is None else x + residual.to(torch.float32)
 
     def _scales(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Stored scales, global scale, and the float32 divisor of every group (..., groups)."""
+        """Scales (float32 values), global scale, and the float32 divisor of every group (..., groups)."""
         amax = scaling.group_amax(x, self.group(x.shape[-1]))
-        if not bool(amax.isfinite().all()):
+        if amax.numel() and not bool(amax.amax().isfinite()):
             if self.row.element.name not in ("e4m3", "e5m2"):
                 raise InputError("x", "NaN or Inf", f"finite values: {self.text} has no code for them")
             # FP8 keeps a NaN in its place and saturates Inf; neither may spoil the scale of its neighbours.
@@ -212,7 +216,7 @@ class Format:
             global_scale = scaling.nvfp4_global_scale(amax.amax(shared))
         per_block = self._global_per_block(global_scale)
         scales = scaling.nvfp4_block_scales(amax, per_block)
-        return scales, global_scale, scaling.divisors(scaling.nvfp4_decoded_scales(scales, per_block))
+        return scales, global_scale, scaling.divisors(scales * per_block)
 
     def _expand(self, scales: Tensor, x: Tensor) -> Tensor:
         return scaling.expand_groups(scales, self.group(x.shape[-1]), x.shape[-1])

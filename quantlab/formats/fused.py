@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quantlab.formats.rounding import decode_fields, round_units
+from quantlab.formats.rounding import decode_fields
 from quantlab.formats.table import Element, Integer, Overflow
 
 # Elements that torch can convert from float32 with one rounding to nearest even.
@@ -20,45 +20,68 @@ _NATIVE = {
 }
 _CODE_VIEWS = {1: torch.uint8, 2: torch.int16}
 _EXPONENT = 0x7F800000
-_MAGNITUDE = 0x7FFFFFFF
 
 
 def serves(x: Tensor, element: Element | Integer) -> bool:
-    """Whether this file can encode x: float32, and an element whose rounding constants fit float32's exponents."""
+    """Whether this file can encode x: float32, and an element whose rounding constants fit its exponents."""
     if x.dtype != torch.float32:
         return False
     return isinstance(element, Integer) or element.name in _NATIVE or element.max_exponent + 26 < 128
 
 
+def has_nan(x: Tensor) -> bool:
+    """Whether x holds a NaN (a maximum propagates it, and is several times faster than isnan().any())."""
+    return x.numel() > 0 and bool(x.amax().isnan())
+
+
 def round_values(x: Tensor, element: Element | Integer, words: Tensor | None, bits: int) -> Tensor:
     """float32 x -> the float32 values that its codes decode to, in a new tensor."""
-    if isinstance(element, Integer):
-        if words is None:
-            # An integer has one zero; adding +0.0 turns the -0.0 of a rounded negative into it.
-            return x.round().clamp_(-element.max, element.max).add_(0.0)
-        x = x.clamp(-element.max - 1, element.max + 1).to(torch.float64)
-        return round_units(x, words, bits).clamp_(-int(element.max), int(element.max)).to(torch.float32)
     native = _NATIVE.get(element.name)
-    if words is None and native is not None and element.overflow is Overflow.INFINITY:
+    if words is None and native is not None and element.bits == 16:
         return x.to(native).to(torch.float32)
-    saturate = element.overflow is Overflow.SATURATE
+    return round_values_(x.clone(), x, element, words, bits)
+
+
+def round_values_(
+    x: Tensor, signs: Tensor, element: Element | Integer, words: Tensor | None, bits: int
+) -> Tensor:
+    """Like round_values, overwriting x; ``signs`` is a tensor with the signs of x."""
+    if isinstance(element, Integer):
+        values = x.round_() if words is None else _stochastic(x, None, words, bits)
+        # An integer has one zero; adding +0.0 turns the -0.0 of a rounded negative into it.
+        return values.clamp_(-element.max, element.max).add_(0.0)
     # Beyond 2^(max_exponent + 1) every rounding overflows, so the cap changes no result.
+    saturate = element.overflow is Overflow.SATURATE
     cap = element.max if saturate else 2.0 ** (element.max_exponent + 1)
-    capped = x.clamp(-cap, cap) if cap < torch.finfo(torch.float32).max else x
+    if cap < torch.finfo(torch.float32).max:
+        x.clamp_(-cap, cap)
     # The power of two at or below |x|, never below the smallest normal number: quantum * 2^mantissa_bits.
-    power = (capped.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=element.min_normal)
+    power = (x.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=element.min_normal)
     if words is None:
-        # Adding 1.5 * 2^23 quanta leaves float32 no bit below the quantum: the addition itself rounds to even.
+        # Adding 1.5 * 2^23 quanta leaves no bit below the quantum: the float32 addition itself rounds to even.
         magic = power.mul_(1.5 * 2.0 ** (23 - element.mantissa_bits))
-        values = (capped + magic).sub_(magic)
+        values = x.add_(magic).sub_(magic)
     else:
         quantum = power.to(torch.float64).mul_(element.eps)
-        units = round_units(capped.to(torch.float64).abs_().div_(quantum).nan_to_num_(0.0), words, bits)
-        values = units.to(torch.float64).mul_(quantum)
-        if not saturate:
-            values.masked_fill_(values > element.max, torch.inf)
-        values = values.to(torch.float32).masked_fill_(x.isnan(), torch.nan)
-    return values.copysign_(x)
+        values = _stochastic(x.abs_(), quantum, words, bits)
+    if not saturate:
+        values.masked_fill_(values.abs() > element.max, torch.inf)
+    return values.copysign_(signs)
+
+
+def _stochastic(x: Tensor, quantum: Tensor | None, words: Tensor, bits: int) -> Tensor:
+    """float32 x rounded to a multiple of ``quantum`` (None = 1) by the rule of rounding.py; NaN stays.
+
+    Every step is exact in float64: at most 11 integer bits (fp16) and 32 random ones.
+    """
+    units = x.to(torch.float64)
+    if quantum is not None:
+        units.div_(quantum)
+    low = (words & ((1 << bits) - 1)).to(torch.float64)
+    units.mul_(2.0**bits).floor_().add_(low).mul_(0.5**bits).floor_()
+    if quantum is not None:
+        units.mul_(quantum)
+    return units.to(torch.float32)
 
 
 def encode(x: Tensor, element: Element | Integer, words: Tensor | None, bits: int) -> Tensor:
@@ -74,19 +97,22 @@ def encode(x: Tensor, element: Element | Integer, words: Tensor | None, bits: in
         # torch's own overflow differs between its FP8 types and releases: saturate here.
         values = x.clamp(-element.max, element.max) if element.overflow is Overflow.SATURATE else x
     codes = values.to(native).view(_CODE_VIEWS[native.itemsize])
-    nan = x.isnan()
-    if nan.any():
-        canonical = torch.tensor(element.nan_code).to(codes.dtype)
-        negative = torch.tensor((element.nan_code or 0) + element.sign_code).to(codes.dtype)
-        codes = torch.where(nan, torch.where(x.signbit(), negative, canonical), codes)
-    return codes
+    return _canonical_nan(codes, x, element) if has_nan(x) else codes
+
+
+def _canonical_nan(codes: Tensor, x: Tensor, element: Element) -> Tensor:
+    """One NaN code per sign: conversions leave payloads that differ between instructions."""
+    assert element.nan_code is not None
+    positive = torch.tensor(element.nan_code, device=x.device).to(codes.dtype)
+    negative = torch.tensor(element.nan_code + element.sign_code, device=x.device).to(codes.dtype)
+    return torch.where(x.isnan(), torch.where(x.signbit(), negative, positive), codes)
 
 
 def decode(codes: Tensor, element: Element | Integer) -> Tensor:
-    """Codes -> float32 values."""
+    """Codes -> float32 values, in new memory."""
     if isinstance(element, Integer):
         return codes.to(torch.float32)
-    if element.bits == 16:
+    if codes.dtype == torch.int16:
         return codes.view(_NATIVE[element.name]).to(torch.float32)
     return _table(element, codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
 

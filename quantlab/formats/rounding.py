@@ -82,7 +82,7 @@ def decode_fields(codes: Tensor, element: Element) -> Tensor:
 def encode_integer(
     x: Tensor, integer: Integer, words: Tensor | None = None, bits: int = EXACT_BITS
 ) -> Tensor:
-    """Integer codes (int64) of x, clamped to +-max.  Stochastic rounding is floor(x + u) on the signed value."""
+    """Integer codes (int64) of x, clamped to +-max.  Stochastic rounding is floor(x + u), of the signed x."""
     bound = integer.max + 1
     units = x.to(torch.float64).clamp(-bound, bound)
     return round_units(units, words, bits).clamp(-int(integer.max), int(integer.max))

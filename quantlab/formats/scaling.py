@@ -33,13 +33,13 @@ def largest_scale(*factors: float) -> float:
 
 
 def group_amax(x: Tensor, group: int) -> Tensor:
-    """Largest magnitude of every ``group`` consecutive values, float32 (..., K) -> (..., ceil(K/group)); NaN wins."""
+    """Largest magnitude of every ``group`` consecutive values; NaN wins.  float32 (..., K) -> (..., groups)."""
     key_dim = x.shape[-1]
     if group == key_dim:
         return x.abs().amax(-1, keepdim=True)
     if key_dim % group:
         x = torch.nn.functional.pad(x, (0, group - key_dim % group))
-    # Magnitudes order like their bit patterns; short integer reductions run several times faster than float ones.
+    # Magnitudes order like their bit patterns, and short integer reductions are several times faster.
     return (x.view(torch.int32) & 0x7FFFFFFF).unflatten(-1, (-1, group)).amax(-1).view(torch.float32)
 
 
@@ -64,17 +64,15 @@ def nvfp4_global_scale(amax: Tensor) -> Tensor:
 
 
 def nvfp4_block_scales(block_amax: Tensor, global_scale: Tensor | float) -> Tensor:
-    """Stored E4M3 bytes (uint8): RNE(amax / (6 * global)), at most 448, at least 2^-9 unless the block is zero."""
+    """float32 values of the E4M3 block scales, all of them numbers that E4M3 holds.
+
+    RNE(amax / (6 * global)), at most 448, at least 2^-9 unless the block is zero.
+    """
     quotient = block_amax / (_CODE_MAX * global_scale)
-    codes = fused.encode(quotient, SCALE_ELEMENT, None, EXACT_BITS)
-    return codes.clamp_(min=1).masked_fill_(block_amax == 0, 0)
-
-
-def nvfp4_decoded_scales(scale_bytes: Tensor, global_scale: Tensor | float) -> Tensor:
-    """float32 multiplier of every block: E4M3 value times global scale."""
-    return fused.decode(scale_bytes, SCALE_ELEMENT).mul_(global_scale)
+    values = fused.round_values(quotient, SCALE_ELEMENT, None, EXACT_BITS)
+    return values.clamp_(min=SCALE_ELEMENT.smallest).masked_fill_(block_amax == 0, 0.0)
 
 
 def divisors(scales: Tensor) -> Tensor:
-    """The scales with 1.0 for zero: a zero scale decodes to zero whatever the code, and 0/0 must not arise."""
+    """The scales with 1.0 for zero: a zero scale decodes to zero whatever the code; 0/0 must not arise."""
     return scales.masked_fill(scales == 0, 1.0)

@@ -1,7 +1,7 @@
 """What a stored number is: a row per element and a row per format; every constant is derived.
 
-An element is a bit layout (sign, exponent, mantissa) or a symmetric integer.  A format stores elements, with or
-without shared scales.  An element is a format by itself as soon as it has a row in ``_ELEMENTS``.
+An element is a bit layout (sign, exponent, mantissa) or a symmetric integer.  A format stores elements, with
+or without shared scales.  A float element is a format by itself as soon as it has a row in ``_ELEMENTS``.
 """
 
 from dataclasses import dataclass
