@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -383,15 +383,6 @@ def _git_revision() -> str | None:
         return None
 
 
-class StreamFile(NamedTuple):
-    """What a stream file holds: arrays by name, its meta table (with "family"), and the hash of its
-    contents."""
-
-    arrays: dict[str, np.ndarray]
-    meta: dict[str, Any]
-    content_hash: str
-
-
 def save_stream_file(
     path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]
 ) -> str:
@@ -418,9 +409,9 @@ def save_stream_file(
     return digest
 
 
-def load_stream_file(path: str | os.PathLike[str]) -> StreamFile:
-    """Read a stream file.  InputError if it is unreadable, of another schema version, changed since it was
-    written, holds NaN or Inf, or its arrays disagree in shape."""
+def load_stream_file(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Read a stream file: arrays by name, and the meta table..  InputError if it is unreadable, of another
+    schema version, changed since it was written, holds NaN or Inf, or its arrays disagree in shape."""
     import safetensors
 
     try:
@@ -443,7 +434,13 @@ def load_stream_file(path: str | os.PathLike[str]) -> StreamFile:
         raise InputError(
             "stream file", str(path), "arrays that agree with the content hash; the file was changed"
         )
-    return StreamFile(arrays, meta, digest)
+    return arrays, meta
+
+
+def stream_file_hash(path: str | os.PathLike[str]) -> str:
+    """The content hash of a stream file, checked against its contents.  InputError as load_stream_file."""
+    arrays, meta = load_stream_file(path)
+    return _stream_hash(arrays, meta["family"])
 
 
 def _stream_hash(arrays: Mapping[str, np.ndarray], family: str) -> str:

@@ -23,7 +23,8 @@ PROGRESS_EVERY = 0.25  # seconds between two progress events of one job
 class RunPoints(Protocol):
     """What a runner offers: records (environment left out) for points that share everything but the policy.
 
-    ``on_progress(done, total)`` may be called as often as the runner likes, in any unit.
+    ``on_progress(done, total)`` may be called as often as the runner likes, in any unit; ``on_progress("a few
+    words")`` names what is being done.
     """
 
     def __call__(
@@ -47,10 +48,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Progress:
-    """``done`` of ``total`` units of a job, in whatever unit its runner counts."""
+    """``done`` of ``total`` units of a job, in whatever unit its runner counts (total 0: unknown), or a few
+    words.
+    """
 
-    done: float
-    total: float
+    done: float = 0.0
+    total: float = 0.0
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,11 @@ def run_and_store(job: Job, tell: Callable[[Event], None], *, folder: str, threa
         remaining = {content_hash(point): point for point in job.points}
         told = 0.0
 
-        def on_progress(done: float, total: float = 1.0, *_: Any) -> None:
+        def on_progress(done: float | str, total: float = 0.0) -> None:
             nonlocal told
-            if time.monotonic() - told >= PROGRESS_EVERY:
+            if isinstance(done, str):
+                tell(Progress(text=done))
+            elif time.monotonic() - told >= PROGRESS_EVERY:
                 told = time.monotonic()
                 tell(Progress(done, total))
 

@@ -67,10 +67,15 @@ class Reporter:
     def _progress(self, job: Job, event: Progress) -> None:
         if self._bars is not None:
             if id(job) not in self._tasks:
-                self._tasks[id(job)] = self._bars.add_task(job.label)
-            self._bars.update(self._tasks[id(job)], completed=event.done, total=event.total)
+                self._tasks[id(job)] = self._bars.add_task(job.label, total=None)
+            task = self._tasks[id(job)]
+            if event.text:
+                self._bars.update(task, description=f"{job.label}: {event.text}")
+            else:
+                self._bars.update(task, completed=event.done, total=event.total or None)
             return
         last = self._last.setdefault(job.label, time.monotonic())
-        if time.monotonic() - last >= LINE_EVERY and event.total:
+        if time.monotonic() - last >= LINE_EVERY:
             self._last[job.label] = time.monotonic()
-            self.line(f"  {job.label}: {100 * event.done / event.total:.0f} %")
+            share = f"{100 * event.done / event.total:.0f} %" if event.total else event.text or "running"
+            self.line(f"  {job.label}: {share}")

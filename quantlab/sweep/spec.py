@@ -17,7 +17,7 @@
     [[script]]
     runner = "scan.py:run_points"                     # a file beside the spec
     name = "typeseg"
-    params = { epochs = 3 }
+    params = { length = 512 }                         # become fields of the point
 
     [quick]                                           # what --quick puts in place of the above
     steps = 128
@@ -38,13 +38,13 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from quantlab.errors import InputError, unknown_name
-from quantlab.records import canonical_json, content_hash, load_stream_file
+from quantlab.records import canonical_json, content_hash, stream_file_hash
 from quantlab.sweep.jobs import RUNNERS, Job
 
 BASELINE = "fp32@1"
 BUILTIN_MODELS = ("builtin:tiny-gated-delta", "builtin:tiny-mamba2")
-# (value_dim, key_dim) of one head, design section 5; mamba1 keeps one head as wide as the model.
-HEAD_SIZES = {"mamba2": (64, 128), "gated_delta": (128, 128), "kimi_delta": (128, 128), "mamba1": (256, 16)}
+# (value_dim, key_dim) of one head where a block leaves them out: the defaults of synthetic_stream.
+HEAD_SIZES = {"mamba2": (64, 128), "gated_delta": (128, 128), "kimi_delta": (128, 128), "mamba1": (64, 16)}
 STREAM_FIELDS = ("preset", "alpha", "heads", "sequences", "steps", "seed", "value_dim", "key_dim")
 
 Count = Annotated[int, pydantic.Field(gt=0)]
@@ -64,7 +64,7 @@ class DriftBlock(_Table):
     preset: Literal["evidence", "realistic"] | None = None
     alpha: Alpha | list[Alpha] | None = None
     heads: Count = 8
-    sequences: Count = 1
+    sequences: Count = 2
     steps: Count = 1024
     seed: Seed | list[Seed] = 0
     value_dim: Count | None = None
@@ -224,9 +224,11 @@ def _shared_parts(block: _Block, where: str, base: Path) -> tuple[str, list[dict
     if isinstance(block, EvalBlock):
         return RUNNERS["eval"], [_eval_part(block, where, base)]
     _check_script(block.runner, f"spec {where}.runner", base)
-    return block.runner, [
-        {"kind": "scan", "name": block.name, "runner": block.runner, "params": block.params}
-    ]
+    own: dict[str, Any] = {"kind": "scan", "name": block.name, "runner": block.runner}
+    taken = sorted({*own, "policy"} & block.params.keys())
+    if taken:
+        raise InputError(f"spec {where}.params", taken[0], "a name that the point does not use itself")
+    return block.runner, [own | block.params]
 
 
 def _streams(block: DriftBlock, where: str, base: Path) -> list[dict[str, Any]]:
@@ -237,7 +239,7 @@ def _streams(block: DriftBlock, where: str, base: Path) -> list[dict[str, Any]]:
                 f"spec {where}.{given[0]}", getattr(block, given[0]), "nothing, as stream_file decides it"
             )
         path = base / block.stream_file
-        return [{"file": block.stream_file, "hash": load_stream_file(path).content_hash}]
+        return [{"file": block.stream_file, "hash": stream_file_hash(path)}]
     if block.family is None:
         raise InputError(f"spec {where}", None, "family = ... or stream_file = ...")
     families = _families()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def run_points(points, *, threads, on_progress):
-    folder = Path(points[0]["params"]["log"])
+    folder = Path(points[0]["log"])
     with (folder / "calls").open("a") as log:
         log.write(" ".join(point["policy"] for point in points) + chr(10))
     for number, point in enumerate(points):
@@ -27,6 +27,7 @@ def run_points(points, *, threads, on_progress):
         if policy.startswith("slow"):
             (folder / "started").touch()
             time.sleep(0.3)
+        on_progress(policy)
         on_progress(number + 1, len(points))
         result = {"metrics": {"threads": os.environ["OMP_NUM_THREADS"], "pid": os.getpid(), "told": threads}}
         if policy == "series":

@@ -42,14 +42,14 @@ def test_expansion_is_the_product_grouped_by_stream(tmp_path, parser):
         (0.99, 0),
         (0.99, 1),
     ]
-    stream = {"preset": "evidence", "family": "mamba2", "alpha": 0.9, "heads": 8, "sequences": 1, "steps": 64}
+    stream = {"preset": "evidence", "family": "mamba2", "alpha": 0.9, "heads": 8, "sequences": 2, "steps": 64}
     stream |= {"value_dim": 64, "key_dim": 128, "seed": 0}
     assert jobs[0].points[0] == {"kind": "drift", "policy": "fp32@1", "stream": stream}
 
 
 def test_spelling_does_not_change_a_point(tmp_path, parser):
     short = 'title = "t"\n[[drift]]\nfamily = "gated_delta"\npolicies = ["a"]\n'
-    full = short + 'preset = "realistic"\nheads = 8\nseed = [0]\nsequences = 1\nsteps = 1024\nkey_dim = 128\n'
+    full = short + 'preset = "realistic"\nheads = 8\nseed = [0]\nsequences = 2\nsteps = 1024\nkey_dim = 128\n'
     assert [canonical_json(p) for p in points_of(tmp_path, short)] == [
         canonical_json(p) for p in points_of(tmp_path, full)
     ]
@@ -124,6 +124,8 @@ def test_script_function_is_checked_without_running_the_script(tmp_path, parser)
         "params": {"a": 1},
         "policy": "a",
     }
+    with pytest.raises(InputError, match=r"params 'policy'"):
+        points_of(tmp_path, text.replace("a = 1", "policy = 1"))
     with pytest.raises(InputError, match="nearest: run_points"):
         points_of(tmp_path, text.replace("py:run_points", "py:run_point"))
 
@@ -153,10 +155,11 @@ def test_quick_replaces_and_drops(tmp_path, parser):
         DRIFT
         + "[[drift]]\nname = 'long'\nfamily = 'gated_delta'\n"
         + "[[script]]\nname='s'\nparams = { a = 1, b = 2 }\nrunner='s.py:run_points'\n"
-        + "[quick]\nsteps = 8\nmax_policies = 1\nmax_seeds = 1\nmax_alphas = 1\ndrop = ['long']\nparams = { a = 0 }\n"
+        + "[quick]\nsteps = 8\nmax_policies = 1\nmax_seeds = 1\nmax_alphas = 1\n"
+        + "drop = ['long']\nparams = { a = 0 }\n"
     )
     drift, script = points_of(tmp_path, text, quick=True)
     assert drift["stream"]["steps"] == 8
     assert drift["stream"]["alpha"] == 0.9
-    assert script["params"] == {"a": 0, "b": 2}
+    assert (script["a"], script["b"]) == (0, 2)
     assert len(points_of(tmp_path, text)) == 12
