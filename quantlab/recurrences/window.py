@@ -78,7 +78,9 @@ def solve_deltas(recurrence: Recurrence, base: Tensor, records: Records) -> Tens
     which is the chunk form of the delta rule (arXiv 2406.06484, eq. 9-11) and gives the deltas that a step-by-step
     run from ``base`` would write.
     """
-    assert recurrence.delta_rule and records.v is not None and records.beta is not None
+    assert recurrence.delta_rule
+    assert records.v is not None
+    assert records.beta is not None
     heads = base.shape[1]
     k = expand_groups(records.k, heads, 2).transpose(1, 2)
     cumulative = records.log_decay.cumsum(1).transpose(1, 2)
