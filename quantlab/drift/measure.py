@@ -68,8 +68,9 @@ class DriftResult:
 
     @property
     def table(self):
-        """Tidy pandas table: step, sequence, head, policy, state_error, read_error, output_error (relative to the norm of
-        the exact value in the same head and step), output_reference, state_reference (those norms)."""
+        """Tidy pandas table: step, sequence, head, policy, the errors (state_error, read_error, output_error, relative
+        to the norm of the exact value in the same head and step), and those norms (output_reference, state_reference).
+        """
         import pandas as pd
 
         return pd.concat([self.policy_table(run) for run in self.runs], ignore_index=True)
@@ -103,7 +104,7 @@ class DriftResult:
         """Growth exponent of the run's output error; NaN where the run turned NaN."""
         if not np.isfinite(run.output_error).all():
             return Growth(float("nan"), None, None)
-        return growth(run.output_error, self.output_reference)
+        return growth(run.output_error, self.output_reference, window=run.policy.window)
 
     def metrics(self, run: PolicyRun) -> dict[str, Any]:
         """The numbers of one run; errors are pooled over the second half of the steps and all heads."""
@@ -278,7 +279,9 @@ class _Tracker:
         stride = -(-STATE_STRIDE // policy.window) * policy.window
         spaced = set(log_bins(1, stream.steps, CURVE_BINS).tolist())
         self.measured = {
-            n for n in range(1, stream.steps + 1) if dense or n % stride == 0 or n in spaced or n == stream.steps
+            n
+            for n in range(1, stream.steps + 1)
+            if dense or n % stride == 0 or n in spaced or n == stream.steps
         }
 
     def step(self, t: int, inputs, output, shadow) -> None:
