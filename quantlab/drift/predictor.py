@@ -77,7 +77,7 @@ class Prediction:
 def steady_output_error(policy: "str | Policy", family: str, alpha: float, key_dim: int = 128) -> float:
     """Relative output error of a long run at constant decay ``alpha`` (mean write strength of the evidence preset).
 
-    Infinite where rounding noise outgrows the decay: eps^2 >= 1 - rho^L.
+    Infinite where rounding noise outgrows the decay: rho^L (1 + eps^2) >= 1, which is eps^2 >= 1 - rho^L for small eps.
     """
     policy = parse_policy(policy)
     # beta = sigmoid(N(0, 1)): E[2 beta - beta^2] = 1 - E[(1 - beta)^2] = 1 - E[beta^2].
@@ -101,9 +101,11 @@ def steady_output_error(policy: "str | Policy", family: str, alpha: float, key_d
         key_dim=key_dim,
     )
     noise = {part: np.array([value]) for part, value in gaussian_noise(policy, key_dim).items()}
+    # Each store adds noise in proportion to what is stored, error included; feedback takes the rounding back again.
+    if not policy.checkpoint.error_feedback and rho**policy.window * (1 + noise["checkpoint"] ** 2) >= 1:
+        return float("inf")
     cycle = predict_curve(policy, family, stats, noise).output[-policy.window :]
-    value = float(np.sqrt(cycle.mean() / (power / key_dim)))
-    return value if value < 1e3 else float("inf")
+    return float(np.sqrt(cycle.mean() / (power / key_dim)))
 
 
 def predict_curve(

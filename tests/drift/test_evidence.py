@@ -1,10 +1,10 @@
 """The public cases B1, B5, B8, B9 and B12 of the field's trackers, run again.
 
-Each figure is another implementation's measurement with other random draws.  What two honest runs may differ by: a pooled
-error over n independent units (heads x sequences) of d values each has relative standard error of about
-sqrt(tau / (2 n d T')), tau the correlation time of the state and T' the steps pooled; for 16 heads of 128 rows and
-tau <= 500 of 512 steps that is below 2 %.  The figures are printed to two or three digits (half a unit of the last digit:
-up to 5 % for .0060-like, 1 % for .0394-like).  So 8 % covers both, unless a case says otherwise.
+Each figure is another implementation's measurement with other random draws.  What two honest runs may differ by: a
+pooled error over n independent units (heads x sequences) of d values each has a relative standard error of about
+sqrt(tau / (2 n d T')), tau the correlation time of the state and T' the steps pooled; for 8 heads of 128 rows and
+tau <= 500 of 512 steps that is 2 %.  The figures are printed to two or three digits (half a unit of the last one is 5 %
+of the coarsest, 1 % of most).  So 8 % covers both, unless a case says otherwise.
 """
 
 import pytest
