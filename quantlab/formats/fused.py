@@ -56,8 +56,9 @@ def round_values_(
     cap = element.max if saturate else 2.0 ** (element.max_exponent + 1)
     if cap < torch.finfo(torch.float32).max:
         x.clamp_(-cap, cap)
-    # The power of two at or below |x|, never below the smallest normal number: quantum * 2^mantissa_bits.
-    power = (x.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=element.min_normal)
+    # The power of two at or below |x|, within the normal numbers: quantum * 2^mantissa_bits.
+    power = (x.view(torch.int32) & _EXPONENT).view(torch.float32)
+    power.clamp_(element.min_normal, 2.0**element.max_exponent)
     if words is None:
         # Adding 1.5 * 2^23 quanta leaves no bit below the quantum: the addition itself rounds to even.
         magic = power.mul_(1.5 * 2.0 ** (23 - element.mantissa_bits))
