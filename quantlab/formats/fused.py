@@ -91,15 +91,16 @@ def encode(x: Tensor, element: Element | Integer, words: Tensor | None, bits: in
     if isinstance(element, Integer):
         return round_values(x, element, words, bits).to(torch.int8)
     native = _NATIVE.get(element.name)
-    if native is None:
-        return _codes_of_values(round_values(x, element, words, bits), element)
-    if words is not None:
+    if words is not None or native is None:
         values = round_values(x, element, words, bits)
     else:
         # torch's own overflow differs between its FP8 types and releases: saturate here.
         values = x.clamp(-element.max, element.max) if element.overflow is Overflow.SATURATE else x
-    codes = values.to(native).view(_CODE_VIEWS[native.itemsize])
-    return _canonical_nan(codes, x, element) if has_nan(x) else codes
+    if native is None:
+        codes = _codes_of_values(values, element)
+    else:
+        codes = values.to(native).view(_CODE_VIEWS[native.itemsize])
+    return _canonical_nan(codes, x, element) if element.nan_code is not None and has_nan(x) else codes
 
 
 def _canonical_nan(codes: Tensor, x: Tensor, element: Element) -> Tensor:
@@ -123,7 +124,8 @@ def _codes_of_values(values: Tensor, element: Element) -> Tensor:
     """Codes (uint8) of float32 values that the element holds exactly.
 
     A normal's code is the top of its float32 bits with the exponent re-biased; a subnormal's is its number of
-    quanta.  Either formula is at most the other's result where the other one holds, hence the maximum.
+    quanta (capped at 2^m, the first normal).  Where one formula holds the other gives no more: the maximum is
+    right.  NaN gets some code.
     """
     magnitude = values.abs()
     quanta = (magnitude * (1 / element.smallest)).clamp_(max=2.0**element.mantissa_bits).to(torch.int32)
@@ -131,6 +133,8 @@ def _codes_of_values(values: Tensor, element: Element) -> Tensor:
     codes >>= 23 - element.mantissa_bits
     codes -= (127 - element.bias) << element.mantissa_bits
     torch.maximum(codes, quanta, out=codes)
+    if element.infinity_code is not None:
+        codes.clamp_(max=element.infinity_code)
     signs = torch.bitwise_right_shift(values.view(torch.int32), 31, out=quanta)
     codes |= signs.bitwise_and_(element.sign_code)
     return codes.to(torch.uint8)

@@ -8,7 +8,6 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 
@@ -87,13 +86,11 @@ def round_code(name: str, x: float, random: int | None = None, bits: int = 0) ->
 
 def midpoints(name: str, dtype: type) -> np.ndarray:
     """Every grid number and midpoint that ``dtype`` holds, with one ulp to either side, both signs."""
-    numbers = grid(name)
-    points = [0.0]
-    points += [float(number) for number in numbers[1:]]
-    points += [float((a + b) / 2) for a, b in pairwise(numbers)]
-    points += [float((3 * numbers[-1] - numbers[-2]) / 2), float(2 * numbers[-1] - numbers[-2])]
+    numbers = np.array([float(number) for number in grid(name)])  # exact, as are sums of neighbours
+    last, step = numbers[-1], numbers[-1] - numbers[-2]
+    points = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2, [last + step / 2, last + step]])
     with np.errstate(over="ignore"):
-        x = np.array(points).astype(dtype)
+        x = points.astype(dtype)
         inf = dtype(np.inf)
         x = np.concatenate([x, np.nextafter(x, inf), np.nextafter(x, -inf)])
     return np.concatenate([x, -x])
