@@ -89,7 +89,8 @@ class Format:
             return Encoded(self._encode(x, random_bits))
         target = self._target(x, residual)
         scales, global_scale, divisors = self._scales(target)
-        quotient = target / self._expand(divisors, target)
+        values, divisors = scaling.align(target, divisors, self.group(x.shape[-1]))
+        quotient = (values / divisors).view(x.shape)
         codes = self._encode(quotient.to(x.dtype), random_bits)
         if self._is_nvfp4:
             scales = fused.encode(scales, scaling.SCALE_ELEMENT, None, rounding.EXACT_BITS)
@@ -110,7 +111,9 @@ class Format:
         if self._is_nvfp4:
             scales = fused.decode(scales, scaling.SCALE_ELEMENT)
             scales *= self._global_per_block(encoded.global_scale)
-        return values.mul_(self._expand(scales, values))
+        aligned, scales = scaling.align(values, scales, self.group(values.shape[-1]))
+        aligned *= scales
+        return values
 
     def round(self, x: Tensor, random_bits: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """``dequantize(quantize(x, ...))``, by a faster path of equal bits where there is one.
@@ -128,9 +131,10 @@ class Format:
             return fused.round_values(x, element, random_bits, bits)
         target = self._target(x, residual)
         # A zero scale has divisor 1.0 and zero codes, so that multiplying by the divisor decodes it as well.
-        divisors = self._expand(self._scales(target)[2], target)
-        quotient = target / divisors
-        return fused.round_values_(quotient, target, element, random_bits, bits).mul_(divisors)
+        values, divisors = scaling.align(target, self._scales(target)[2], self.group(x.shape[-1]))
+        quotient = (values / divisors).view(x.shape)
+        rounded = fused.round_values_(quotient, target, element, random_bits, bits)
+        return rounded.view(values.shape).mul_(divisors).view(x.shape)
 
     def group(self, key_dim: int) -> int:
         """Values along the key dim that share a stored scale; 0 if there is none."""
@@ -200,7 +204,7 @@ class Format:
     def _scales(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Scales (float32 values), global scale, and the float32 divisor of every group (..., groups)."""
         amax = scaling.group_amax(x, self.group(x.shape[-1]))
-        if amax.numel() and not bool(amax.amax().isfinite()):
+        if amax.numel() and not math.isfinite(amax.amax().item()):
             if self.row.element.name not in ("e4m3", "e5m2"):
                 raise InputError("x", "NaN or Inf", f"finite values: {self.text} has no code for them")
             # FP8 keeps a NaN in its place and saturates Inf; neither may spoil the scale of its neighbours.
@@ -217,9 +221,6 @@ class Format:
         per_block = self._global_per_block(global_scale)
         scales = scaling.nvfp4_block_scales(amax, per_block)
         return scales, global_scale, scaling.divisors(scales * per_block)
-
-    def _expand(self, scales: Tensor, x: Tensor) -> Tensor:
-        return scaling.expand_groups(scales, self.group(x.shape[-1]), x.shape[-1])
 
     def _global_per_block(self, global_scale: Tensor | None) -> Tensor | float:
         """The global scale shaped to multiply the block scales (..., V, blocks)."""

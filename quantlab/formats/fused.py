@@ -3,6 +3,7 @@
 Tests compare every function here with its readable twin.  The simulator's inner loop runs through this file.
 """
 
+import math
 from functools import lru_cache
 
 import torch
@@ -31,7 +32,7 @@ def serves(x: Tensor, element: Element | Integer) -> bool:
 
 def has_nan(x: Tensor) -> bool:
     """Whether x holds a NaN (a maximum propagates it, and is several times faster than isnan().any())."""
-    return x.numel() > 0 and bool(x.amax().isnan())
+    return x.numel() > 0 and math.isnan(x.amax().item())
 
 
 def round_values(x: Tensor, element: Element | Integer, words: Tensor | None, bits: int) -> Tensor:
@@ -55,10 +56,11 @@ def round_values_(
     cap = element.max if saturate else 2.0 ** (element.max_exponent + 1)
     if cap < torch.finfo(torch.float32).max:
         x.clamp_(-cap, cap)
-    # The power of two at or below |x|, never below the smallest normal number: quantum * 2^mantissa_bits.
-    power = (x.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=element.min_normal)
+    # The power of two at or below |x|, within the normal numbers: quantum * 2^mantissa_bits.
+    power = (x.view(torch.int32) & _EXPONENT).view(torch.float32)
+    power.clamp_(element.min_normal, 2.0**element.max_exponent)
     if words is None:
-        # Adding 1.5 * 2^23 quanta leaves no bit below the quantum: the float32 addition itself rounds to even.
+        # Adding 1.5 * 2^23 quanta leaves no bit below the quantum: the addition itself rounds to even.
         magic = power.mul_(1.5 * 2.0 ** (23 - element.mantissa_bits))
         values = x.add_(magic).sub_(magic)
     else:
@@ -89,15 +91,16 @@ def encode(x: Tensor, element: Element | Integer, words: Tensor | None, bits: in
     if isinstance(element, Integer):
         return round_values(x, element, words, bits).to(torch.int8)
     native = _NATIVE.get(element.name)
-    if native is None:
-        return _codes_of_values(round_values(x, element, words, bits), element)
-    if words is not None:
+    if words is not None or native is None:
         values = round_values(x, element, words, bits)
     else:
         # torch's own overflow differs between its FP8 types and releases: saturate here.
         values = x.clamp(-element.max, element.max) if element.overflow is Overflow.SATURATE else x
-    codes = values.to(native).view(_CODE_VIEWS[native.itemsize])
-    return _canonical_nan(codes, x, element) if has_nan(x) else codes
+    if native is None:
+        codes = _codes_of_values(values, element)
+    else:
+        codes = values.to(native).view(_CODE_VIEWS[native.itemsize])
+    return _canonical_nan(codes, x, element) if element.nan_code is not None and has_nan(x) else codes
 
 
 def _canonical_nan(codes: Tensor, x: Tensor, element: Element) -> Tensor:
@@ -118,13 +121,22 @@ def decode(codes: Tensor, element: Element | Integer) -> Tensor:
 
 
 def _codes_of_values(values: Tensor, element: Element) -> Tensor:
-    """Codes (uint8) of float32 values that the element holds exactly."""
+    """Codes (uint8) of float32 values that the element holds exactly.
+
+    A normal's code is the top of its float32 bits with the exponent re-biased; a subnormal's is its number of
+    quanta (capped at 2^m, the first normal).  Where one formula holds the other gives no more: the maximum is
+    right.  NaN gets some code.
+    """
     magnitude = values.abs()
-    shift = 23 - element.mantissa_bits
-    normal = (magnitude.view(torch.int32) >> shift) - ((127 - element.bias) << element.mantissa_bits)
-    subnormal = (magnitude * (1 / element.smallest)).to(torch.int32)
-    codes = torch.where(magnitude < element.min_normal, subnormal, normal)
-    codes |= values.signbit().to(torch.int32) * element.sign_code
+    quanta = (magnitude * (1 / element.smallest)).clamp_(max=2.0**element.mantissa_bits).to(torch.int32)
+    codes = magnitude.view(torch.int32)
+    codes >>= 23 - element.mantissa_bits
+    codes -= (127 - element.bias) << element.mantissa_bits
+    torch.maximum(codes, quanta, out=codes)
+    if element.infinity_code is not None:
+        codes.clamp_(max=element.infinity_code)
+    signs = torch.bitwise_right_shift(values.view(torch.int32), 31, out=quanta)
+    codes |= signs.bitwise_and_(element.sign_code)
     return codes.to(torch.uint8)
 
 

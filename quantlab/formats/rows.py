@@ -6,7 +6,7 @@ from quantlab.formats.table import FORMATS, Integer, Scaling
 
 def format_rows(shape: tuple[int, int] = (128, 128)) -> list[dict[str, object]]:
     """One dict a format: name, kind, bits_per_value at ``shape`` (V, K), max, min_normal, smallest,
-    granularity (the default first), rounding modes.  max, min_normal, smallest: the element's, before any scale.
+    granularity (the default first), rounding modes.  max, min_normal, smallest are the element's, unscaled.
     """
     rows: list[dict[str, object]] = []
     for row in FORMATS.values():

@@ -33,7 +33,7 @@ def largest_scale(*factors: float) -> float:
 
 
 def group_amax(x: Tensor, group: int) -> Tensor:
-    """Largest magnitude of every ``group`` consecutive values; NaN wins.  float32 (..., K) -> (..., groups)."""
+    """Largest magnitude of every ``group`` consecutive values, (..., K) -> (..., groups); NaN wins."""
     key_dim = x.shape[-1]
     if group == key_dim:
         return x.abs().amax(-1, keepdim=True)
@@ -43,11 +43,12 @@ def group_amax(x: Tensor, group: int) -> Tensor:
     return (x.view(torch.int32) & 0x7FFFFFFF).unflatten(-1, (-1, group)).amax(-1).view(torch.float32)
 
 
-def expand_groups(scales: Tensor, group: int, key_dim: int) -> Tensor:
-    """(..., groups) -> a shape that broadcasts against (..., K): every value's scale."""
-    if group == key_dim:
-        return scales
-    return scales.repeat_interleave(group, dim=-1)[..., :key_dim]
+def align(x: Tensor, scales: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Views of x (..., K) and of its scales (..., groups) that broadcast against each other."""
+    key_dim = x.shape[-1]
+    if key_dim % group == 0:
+        return x.unflatten(-1, (-1, group)), scales[..., None]
+    return x, scales.repeat_interleave(group, dim=-1)[..., :key_dim]
 
 
 def float32_scales(amax: Tensor, largest: float) -> Tensor:
@@ -69,7 +70,7 @@ def nvfp4_block_scales(block_amax: Tensor, global_scale: Tensor | float) -> Tens
     RNE(amax / (6 * global)), at most 448, at least 2^-9 unless the block is zero.
     """
     quotient = block_amax / (_CODE_MAX * global_scale)
-    values = fused.round_values(quotient, SCALE_ELEMENT, None, EXACT_BITS)
+    values = fused.round_values_(quotient, quotient, SCALE_ELEMENT, None, EXACT_BITS)
     return values.clamp_(min=SCALE_ELEMENT.smallest).masked_fill_(block_amax == 0, 0.0)
 
 
