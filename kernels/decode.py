@@ -17,9 +17,9 @@ E4M3_UNIT: tl.constexpr = tl.constexpr(2.0**120)
 def e2m1(words, position: tl.constexpr):
     """E2M1 code ``position`` (0 to 7, low bits first) of each uint32 word, as float32 times ``2**-126``.
 
-    That is bias 1 against 127.  The factor stays, because undoing it costs one multiplication per element here
-    and one per sum outside.  Whoever sums products scales the other operand up first, by ``2**63``, and the sum by
-    ``2**63`` again: both stay in range, while products of subnormals would lose bits.
+    That is bias 1 against 127.  The factor stays, because undoing it costs one multiplication per element
+    here and one per sum outside.  Whoever sums products scales the other operand up first, by ``2**63``, and
+    the sum by ``2**63`` again: both stay in range, while products of subnormals would lose bits.
     """
     sign = (words << (28 - 4 * position)) & 0x80000000
     if position <= 5:
