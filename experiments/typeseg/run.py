@@ -20,15 +20,9 @@ if __package__ in (None, ""):  # run by path: the repository root is not on the 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.typeseg import corpus, network
-from experiments.typeseg.measures import (
-    Energies,
-    growth_exponent,
-    label_divergence,
-    label_flips,
-    log_bins,
-    relative_error,
-)
+from experiments.typeseg.measures import label_divergence, label_flips, relative_error
 from experiments.typeseg.scans import SAMPLE_EVERY, DivergedError, PolicyScan, Reference, run_reference
+from quantlab.drift.growth import log_bins
 from quantlab.errors import InputError
 from quantlab.schemes import parse_policy
 
@@ -135,27 +129,24 @@ def _label_metrics(reference: Reference, logits: np.ndarray, names: Sequence[str
 
 def _scan_metrics(run: PolicyScan) -> dict[str, Any]:
     """Errors over the second half of the run, pooled over the scans and for each of them; costs summed over scans."""
-    steps, samples = run.output.error[0].shape[1], run.state.error[0].shape[1]
-    half = {"output_error": (run.output, slice(steps // 2, None))}
-    half |= {"state_error": (run.state, slice(samples // 2, None)), "read_error": (run.read, slice(samples // 2, None))}
-    per_direction = run.output.error[0].shape[0] // len(network.DIRECTIONS)
+    errors = {"output_error": run.output, "state_error": run.state, "read_error": run.read}
+    directions = len(network.DIRECTIONS)
+    rows = run.rows // directions
     scans = [
         {"layer": layer, "direction": direction}
-        | {
-            name: energies.pooled(part, layer, slice(i * per_direction, (i + 1) * per_direction))
-            for name, (energies, part) in half.items()
-        }
+        | {name: e.pooled(layer, slice(i * rows, (i + 1) * rows)) for name, e in errors.items()}
         for layer in range(len(run.layers))
         for i, direction in enumerate(network.DIRECTIONS)
     ]
     ledgers = [state.ledger for state in run.layers]
     exercised = [state.exercised for state in run.layers]
     copies = [counts for e in exercised if (counts := e["read_copy"]) is not None]
-    directions = len(network.DIRECTIONS)
+    growth = run.output.growth()
     return {
-        **{name: energies.pooled(part) for name, (energies, part) in half.items()},
+        **{name: energies.pooled() for name, energies in errors.items()},
         "predicted_output_error": run.predicted_output_error(),
-        "growth_exponent": growth_exponent(run.output),
+        "growth_exponent": growth.exponent,
+        "growth_ci": [growth.low, growth.high],
         "scans": scans,
         "exercised": {
             "checkpoint": min(e["checkpoint"] or 0 for e in exercised),
@@ -170,23 +161,13 @@ def _scan_metrics(run: PolicyScan) -> dict[str, Any]:
 
 
 def _curve(run: PolicyScan) -> dict[str, list[float]]:
-    """Pooled errors in log-spaced bins of the step; every bin holds a sampled state."""
-    steps = run.output.error[0].shape[1]
-    edges = log_bins(SAMPLE_EVERY, steps, CURVE_BINS)
-    edges[0] = 0
-
-    def curve(energies: Energies, at: np.ndarray) -> list[float]:
-        bins = [np.flatnonzero((at > low) & (at <= high)) for low, high in zip(edges[:-1], edges[1:], strict=True)]
-        return energies.curve(bins)
-
-    dense = np.arange(1, steps + 1)
-    sparse = np.arange(SAMPLE_EVERY, steps + 1, SAMPLE_EVERY)
-    return {
-        "step": [float(edge) for edge in edges[1:]],
-        "output_error": curve(run.output, dense),
-        "state_error": curve(run.state, sparse),
-        "read_error": curve(run.read, sparse),
-    }
+    """Pooled errors in log-spaced bins of the step, each wide enough to hold a sampled state."""
+    edges = np.append(1, log_bins(2 * SAMPLE_EVERY, run.output.steps, CURVE_BINS))
+    edges = edges[np.append(True, np.diff(edges) >= SAMPLE_EVERY)]
+    curves = {"output_error": run.output, "state_error": run.state, "read_error": run.read}
+    values = {name: energies.curve(edges) for name, energies in curves.items()}
+    step = values["output_error"][0]
+    return {"step": step.tolist()} | {name: curve.tolist() for name, (_, curve) in values.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

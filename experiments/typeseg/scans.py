@@ -15,6 +15,7 @@ from quantlab.schemes import DecodeState, Diverged, Policy, start
 FAMILY = "mamba1"
 #: States are compared every 7th step: cheap, and coprime with windows of 2^n, so that every cursor position counts.
 SAMPLE_EVERY = 7
+SAMPLES = slice(SAMPLE_EVERY - 1, None, SAMPLE_EVERY)
 
 
 def step_inputs(inputs: ScanInputs) -> list[StepInputs]:
@@ -101,12 +102,18 @@ class PolicyScan:
 
     def __init__(self, policy: Policy, reference: Reference, seed: int = 0):
         self.policy, self.reference, self.seed = policy, reference, seed
-        self.output, self.state, self.read = Energies(), Energies(), Energies()
+        steps = reference.logits.shape[1]
+        self.output, self.state, self.read = Energies(steps), Energies(steps), Energies(steps)
         self.layers: list[DecodeState] = []
+
+    @property
+    def rows(self) -> int:
+        """Scans of one layer: directions x documents."""
+        return len(self.reference.inputs[0].x)
 
     def scan(self, layer: int, inputs: ScanInputs) -> torch.Tensor:
         """Outputs (rows, T, V) float32 of one layer's scans.  Raises DivergedError at the first NaN or Inf."""
-        rows = len(inputs.x)
+        rows = self.rows
         both = inputs.cat(self.reference.inputs[layer])
         rates = both.rates[None]
         initial = torch.zeros(2 * rows, *rates.shape)
@@ -125,8 +132,8 @@ class PolicyScan:
         if not finite.all():
             raise DivergedError(layer, int((~finite).nonzero()[0]))
         self.output.add(answer[rows:], self.reference.outputs[layer])
-        self.state.add(torch.stack(states, 1), self.reference.states[layer])
-        self.read.add(torch.stack(reads, 1), self.reference.states[layer])
+        self.state.add(torch.stack(states, 1), self.reference.states[layer], SAMPLES)
+        self.read.add(torch.stack(reads, 1), self.reference.states[layer], SAMPLES)
         self.layers.append(state)
         return answer[:rows]
 
