@@ -6,10 +6,11 @@ batch, and the block runs again with the answers.  The dense part is cheap besid
 """
 
 import functools
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +66,11 @@ def layer_count() -> int:
     return int(_typeseg()[2]["mamba"]["n_layers"])
 
 
+def version() -> str:
+    """The version of the installed typeseg."""
+    return importlib.metadata.version("typeseg")
+
+
 def tokens(texts: list[str]) -> Array:
     """Byte tokens (documents, T) as typeseg makes them; InputError when the texts differ in bytes."""
     _typeseg()
@@ -80,6 +86,36 @@ def stock_logits(byte_tokens: Array) -> Array:
     """Logits (T, 35) of typeseg's own forward with its own sequential scan, for one document (T,)."""
     kernel, weights, manifest = _typeseg()
     return kernel.mamba_forward(np, weights, byte_tokens, **_block_sizes(manifest), n_layers=layer_count())
+
+
+class StockScan(NamedTuple):
+    """What typeseg handed to one of its scans: x, dt (T, V), key, query (T, K), rates (V, K), skip (V,), float32."""
+
+    x: Array
+    dt: Array
+    key: Array
+    query: Array
+    rates: Array
+    skip: Array
+
+
+def stock_scan(scan: StockScan) -> Array:
+    """Outputs (T, V) of typeseg's own sequential scan, without the skip ``D x``."""
+    kernel = _typeseg()[0]
+    return kernel._selective_scan_seq(np, *scan._replace(skip=np.zeros_like(scan.skip)))
+
+
+def stock_scans(byte_tokens: Array) -> list[StockScan]:
+    """The inputs of every scan in typeseg's own forward on one document (T,): layer by layer, forward then reverse."""
+    kernel, weights, manifest = _typeseg()
+    recorded: list[StockScan] = []
+
+    def scan(xp: Any, *inputs: Array) -> Array:
+        recorded.append(StockScan(*inputs))
+        return kernel._selective_scan_seq(xp, *inputs)
+
+    kernel.mamba_forward(np, weights, byte_tokens, **_block_sizes(manifest), n_layers=layer_count(), scan=scan)
+    return recorded
 
 
 def _block_sizes(manifest: dict[str, Any]) -> dict[str, int]:
