@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from scipy.special import log_softmax
 
-from quantlab.drift import growth
+from quantlab.drift.growth import Growth, growth, pooled, pooled_curve
 
 Array = np.ndarray
 
@@ -48,15 +48,15 @@ class Energies:
         """sqrt(sum |e|^2 / sum |ref|^2) over the second half of the run, all layers or one, all rows or some."""
         chosen = self._layers if layer is None else self._layers[layer : layer + 1]
         error, reference = np.stack(chosen, 1)[:, :, rows, self.steps // 2 :]
-        return growth.pooled(error, reference)
+        return pooled(error, reference)
 
     def curve(self, edges: Array) -> tuple[Array, Array]:
         """(centre of each bin of steps, pooled error); see ``pooled_curve``."""
-        return growth.pooled_curve(*self._by_step(), edges)
+        return pooled_curve(*self._by_step(), edges)
 
-    def growth(self) -> growth.Growth:
+    def growth_fit(self) -> Growth:
         """The growth exponent over all scans, for a quantity measured at every step."""
-        return growth.growth(*self._by_step())
+        return growth(*self._by_step())
 
     def _by_step(self) -> tuple[Array, Array]:
         stacked = np.concatenate(self._layers, 1)

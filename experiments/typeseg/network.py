@@ -35,6 +35,10 @@ class ScanInputs:
     query: torch.Tensor
     rates: torch.Tensor
 
+    def select(self, rows: torch.Tensor) -> "ScanInputs":
+        """The rows named by ``rows``."""
+        return ScanInputs(self.x[rows], self.dt[rows], self.key[rows], self.query[rows], rates=self.rates)
+
     def cat(self, other: "ScanInputs") -> "ScanInputs":
         """Both batches of one layer as one batch, ``self`` first."""
         pairs = zip((self.x, self.dt, self.key, self.query), (other.x, other.dt, other.key, other.query), strict=True)

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from experiments.typeseg import corpus, network
 from experiments.typeseg.measures import label_divergence, label_flips, relative_error
 from experiments.typeseg.scans import SAMPLE_EVERY, DivergedError, PolicyScan, Reference, run_reference
 from quantlab.drift.growth import log_bins
-from quantlab.errors import InputError
+from quantlab.errors import InputError, unknown_name
 from quantlab.schemes import parse_policy
 
 POLICIES = (
@@ -41,7 +42,7 @@ POLICIES = (
 LENGTH = 512
 CURVE_BINS = 12
 
-Progress = Callable[[str], None]
+Progress = Callable[[float, float], None]
 
 
 def run_points(
@@ -49,26 +50,27 @@ def run_points(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """One record a point; the points differ in the policy only, so that they share one reference.
 
-    A point: kind "scan", policy, documents (names of ``corpus.DOCUMENTS`` or any "a+b"), length (characters each),
-    seed (of stochastic rounding).  Raises InputError before any work for a point that is not one.
+    A point: kind "scan", policy, params: documents (names of ``corpus.DOCUMENTS`` or any "a+b"; default: those eight),
+    length (characters of each, default 512), seed (of stochastic rounding, default 0).  ``on_progress(done, total)``
+    counts layers.  Raises InputError before any work for a point that is not one.
     """
     points = list(points)
     if not points:
         return
-    shared = [_shared(point) for point in points]
+    shared = [_params(point) for point in points]
     if any(value != shared[0] for value in shared):
         raise InputError("points", len(points), "points that differ in the policy only")
     policies = [parse_policy(point["policy"]) for point in points]
     names, length, seed = shared[0]
     byte_tokens = network.tokens([corpus.document(name, length) for name in names])
     torch.set_num_threads(threads)
-    tell = on_progress or (lambda _text: None)
-    tell("float64 reference")
+    tell = on_progress or (lambda _done, _total: None)
+    layers, total = network.layer_count(), (1 + len(points)) * network.layer_count()
     reference = run_reference(byte_tokens, policies)
-    for point, policy in zip(points, policies, strict=True):
-        tell(str(policy))
+    tell(layers, total)
+    for index, (point, policy) in enumerate(zip(points, policies, strict=True), 1):
         started = time.perf_counter()
-        run = PolicyScan(policy, reference, seed)
+        run = PolicyScan(policy, reference, seed, after_layer=partial(_tell_layer, tell, index * layers, total))
         try:
             logits = network.forward(byte_tokens, run.scan)
         except DivergedError as error:
@@ -87,21 +89,29 @@ def run_points(
         yield point, {"kind": "scan", "series": None, **record, "seconds": time.perf_counter() - started}
 
 
+def _tell_layer(tell: Progress, before: int, total: int, layer: int) -> None:
+    tell(before + layer + 1, total)
+
+
 def run_point(point: dict[str, Any]) -> dict[str, Any]:
     """The record of one point, on one thread."""
     return next(iter(run_points([point])))[1]
 
 
-def make_points(policies: Sequence[str], *, length: int = LENGTH, seed: int = 0) -> list[dict[str, Any]]:
-    """The study's points for ``policies`` on all documents."""
-    common = {"kind": "scan", "documents": list(corpus.DOCUMENTS), "length": length, "seed": seed}
-    return [{**common, "policy": str(parse_policy(policy))} for policy in policies]
+def make_points(policies: Sequence[str], **params: Any) -> list[dict[str, Any]]:
+    """Points for ``policies`` that share ``params`` (see :func:`run_points`)."""
+    return [{"kind": "scan", "params": params, "policy": str(parse_policy(policy))} for policy in policies]
 
 
-def _shared(point: dict[str, Any]) -> tuple[tuple[str, ...], int, int]:
+def _params(point: dict[str, Any]) -> tuple[tuple[str, ...], int, int]:
     if point.get("kind") != "scan":
         raise InputError("kind", point.get("kind"), "scan")
-    names, length, seed = (point.get(key) for key in ("documents", "length", "seed"))
+    defaults = {"documents": list(corpus.DOCUMENTS), "length": LENGTH, "seed": 0}
+    given = point.get("params", {})
+    for key in given:
+        if key not in defaults:
+            raise unknown_name("params", key, defaults)
+    names, length, seed = (given.get(key, default) for key, default in defaults.items())
     if not isinstance(names, list | tuple) or not names:
         raise InputError("documents", names, "a list of names such as html+json")
     for key, value in (("length", length), ("seed", seed)):
@@ -141,7 +151,7 @@ def _scan_metrics(run: PolicyScan) -> dict[str, Any]:
     ledgers = [state.ledger for state in run.layers]
     exercised = [state.exercised for state in run.layers]
     copies = [counts for e in exercised if (counts := e["read_copy"]) is not None]
-    growth = run.output.growth()
+    growth = run.output.growth_fit()
     return {
         **{name: energies.pooled() for name, energies in errors.items()},
         "predicted_output_error": run.predicted_output_error(),

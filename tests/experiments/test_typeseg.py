@@ -106,7 +106,7 @@ def test_a_window_of_16_changes_fp32_outputs_within_rounding_only(byte_tokens):
         difference = (policy_outputs("fp32@16", inputs) - policy_outputs("fp32@1", inputs)).abs()
         bound = float32_bound(inputs, 1) + float32_bound(inputs, 16)
         assert (difference <= bound).all()
-        assert bound.norm() < 1e-2 * shadow_scan(inputs)[0].norm()
+        assert bound.norm() < 1e-2 * shadow_scan(inputs, torch.arange(1))[0].norm()
 
 
 @needs_typeseg
@@ -146,10 +146,11 @@ def test_fp64_reproduces_the_shadow(byte_tokens, reference):
 @needs_typeseg
 def test_records_of_a_small_run():
     policies = ("fp32@1", "fp32@16", "nvfp4@1", "fp32/nvfp4@16")
-    points = [{**point, "documents": list(DOCUMENTS)} for point in run.make_points(policies, length=64)]
+    points = run.make_points(policies, documents=list(DOCUMENTS), length=64)
     seen = []
     results = list(run.run_points(points, threads=1, on_progress=lambda *told: seen.append(told)))
-    assert [point for point, _ in results] == points and seen
+    assert [point for point, _ in results] == points
+    assert seen[-1] == (30, 30) and seen == sorted(seen)
     by_policy = {point["policy"]: record for point, record in results}
     metrics = {policy: record["metrics"] for policy, record in by_policy.items()}
     assert all(record["status"] == "ok" and record["kind"] == "scan" for record in by_policy.values())
@@ -239,9 +240,10 @@ def test_a_wrong_document_is_an_input_error(name, length, word):
     ("change", "argument"),
     [
         ({"kind": "drift"}, "kind"),
-        ({"documents": []}, "documents"),
-        ({"length": 8}, "length"),
-        ({"seed": -1}, "seed"),
+        ({"params": {"documents": []}}, "documents"),
+        ({"params": {"length": 8}}, "length"),
+        ({"params": {"seed": -1}}, "seed"),
+        ({"params": {"lenght": 512}}, "params"),
         ({"policy": "nvfp5@1"}, "policy"),
     ],
 )
@@ -311,7 +313,7 @@ def test_divergence_names_the_layer_and_the_step():
     x[:, 5] = 3e38
     rows = (x, torch.full((2, 9, 4), 2.0), torch.ones(2, 9, 3), torch.ones(2, 9, 3))
     inputs = ScanInputs(*rows, rates=-torch.ones(4, 3))
-    outputs, states = shadow_scan(inputs)
+    outputs, states = shadow_scan(inputs, torch.arange(2))
     reference = Reference(np.zeros((1, 9, 35)), [inputs], [outputs], [states], [{}])
     with pytest.raises(DivergedError, match="layer 0 .* step 5"):
         PolicyScan(parse_policy("fp32@1"), reference).scan(0, inputs)
