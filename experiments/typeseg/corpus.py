@@ -27,7 +27,9 @@ def _topic(name: str) -> str:
 
 
 def _statuses() -> list[dict[str, object]]:
-    return [{"code": s.value, "name": s.name, "phrase": s.phrase, "note": s.description} for s in http.HTTPStatus]
+    return [
+        {"code": s.value, "name": s.name, "phrase": s.phrase, "note": s.description} for s in http.HTTPStatus
+    ]
 
 
 def _html() -> str:

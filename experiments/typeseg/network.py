@@ -6,6 +6,7 @@ batch, and the block runs again with the answers.  The dense part is cheap besid
 """
 
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
@@ -41,7 +42,9 @@ class ScanInputs:
 
     def cat(self, other: "ScanInputs") -> "ScanInputs":
         """Both batches of one layer as one batch, ``self`` first."""
-        pairs = zip((self.x, self.dt, self.key, self.query), (other.x, other.dt, other.key, other.query), strict=True)
+        pairs = zip(
+            (self.x, self.dt, self.key, self.query), (other.x, other.dt, other.key, other.query), strict=True
+        )
         return ScanInputs(*(torch.cat(pair) for pair in pairs), rates=self.rates)
 
 
@@ -54,10 +57,10 @@ def _typeseg() -> tuple[Any, Any, dict[str, Any]]:
     """typeseg's kernel module, its weights and its manifest; InputError with the install line where it is absent."""
     if importlib.util.find_spec("typeseg") is None:
         raise InputError("package", "typeseg", "it installed: pip install 'quantlab[study]'")
-    from typeseg import _mamba_kernel, _runtime
-
-    manifest = _runtime._manifest()
-    return _mamba_kernel, _runtime._weights(manifest["mamba"]["file"]), manifest
+    runtime = importlib.import_module("typeseg._runtime")
+    manifest = runtime._manifest()
+    weights = runtime._weights(manifest["mamba"]["file"])
+    return importlib.import_module("typeseg._mamba_kernel"), weights, manifest
 
 
 def labels() -> list[str]:
@@ -78,9 +81,8 @@ def version() -> str:
 def tokens(texts: list[str]) -> Array:
     """Byte tokens (documents, T) as typeseg makes them; InputError when the texts differ in bytes."""
     _typeseg()
-    from typeseg._tokenize import text_to_bytes
-
-    rows = [text_to_bytes(text) for text in texts]
+    tokenize = importlib.import_module("typeseg._tokenize")
+    rows = [tokenize.text_to_bytes(text) for text in texts]
     if len({len(row) for row in rows}) != 1:
         raise InputError("texts", [len(row) for row in rows], "documents of one length in bytes")
     return np.stack(rows)
@@ -118,7 +120,9 @@ def stock_scans(byte_tokens: Array) -> list[StockScan]:
         recorded.append(StockScan(*inputs))
         return kernel._selective_scan_seq(xp, *inputs)
 
-    kernel.mamba_forward(np, weights, byte_tokens, **_block_sizes(manifest), n_layers=layer_count(), scan=scan)
+    kernel.mamba_forward(
+        np, weights, byte_tokens, **_block_sizes(manifest), n_layers=layer_count(), scan=scan
+    )
     return recorded
 
 
@@ -148,7 +152,9 @@ def forward(byte_tokens: Array, scan: Scan) -> Array:
         ]
     scale, bias = weights["LayerNorm_0/scale"], weights["LayerNorm_0/bias"]
     kernel_out, bias_out = weights["Dense_0/kernel"], weights["Dense_0/bias"]
-    return np.stack([kernel._layernorm(np, row, scale, bias, eps=1e-6) @ kernel_out + bias_out for row in hidden])
+    return np.stack(
+        [kernel._layernorm(np, row, scale, bias, eps=1e-6) @ kernel_out + bias_out for row in hidden]
+    )
 
 
 def _recorder(calls: list[tuple[Array, ...]]) -> Callable[..., Array]:
@@ -167,7 +173,9 @@ def _player(answers: list[Array]) -> Callable[..., Array]:
 
 def _batch(recorded: list[list[tuple[Array, ...]]], rates: Array) -> ScanInputs:
     stacked = [
-        torch.from_numpy(np.stack([calls[direction][part] for direction in range(len(DIRECTIONS)) for calls in recorded]))
+        torch.from_numpy(
+            np.stack([calls[direction][part] for direction in range(len(DIRECTIONS)) for calls in recorded])
+        )
         for part in range(4)
     ]
     return ScanInputs(*stacked, rates=torch.from_numpy(rates))

@@ -67,4 +67,6 @@ def relative_rounding_error(format: Format, states: torch.Tensor, seed: int = 0)
     if format.stochastic:
         generator = torch.Generator().manual_seed(seed)
         bits = torch.randint(0, 2**32, states.shape, generator=generator)
-    return float((format.round(states, bits) - states).norm(dtype=torch.float64) / states.norm(dtype=torch.float64))
+    return float(
+        (format.round(states, bits) - states).norm(dtype=torch.float64) / states.norm(dtype=torch.float64)
+    )

@@ -50,9 +50,9 @@ def run_points(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """One record a point; the points differ in the policy only, so that they share one reference.
 
-    A point: kind "scan", policy, params: documents (names of ``corpus.DOCUMENTS`` or any "a+b"; default: those eight),
-    length (characters of each, default 512), seed (of stochastic rounding, default 0).  ``on_progress(done, total)``
-    counts layers.  Raises InputError before any work for a point that is not one.
+    A point: kind "scan", policy, documents (names of ``corpus.DOCUMENTS`` or any "a+b"; default: those eight), length
+    (characters of each, default 512), seed (of stochastic rounding, default 0); a sweep adds name and runner.
+    ``on_progress(done, total)`` counts layers.  Raises InputError before any work for a point that is not one.
     """
     points = list(points)
     if not points:
@@ -70,7 +70,9 @@ def run_points(
     tell(layers, total)
     for index, (point, policy) in enumerate(zip(points, policies, strict=True), 1):
         started = time.perf_counter()
-        run = PolicyScan(policy, reference, seed, after_layer=partial(_tell_layer, tell, index * layers, total))
+        run = PolicyScan(
+            policy, reference, seed, after_layer=partial(_tell_layer, tell, index * layers, total)
+        )
         try:
             logits = network.forward(byte_tokens, run.scan)
         except DivergedError as error:
@@ -98,20 +100,19 @@ def run_point(point: dict[str, Any]) -> dict[str, Any]:
     return next(iter(run_points([point])))[1]
 
 
-def make_points(policies: Sequence[str], **params: Any) -> list[dict[str, Any]]:
-    """Points for ``policies`` that share ``params`` (see :func:`run_points`)."""
-    return [{"kind": "scan", "params": params, "policy": str(parse_policy(policy))} for policy in policies]
+def make_points(policies: Sequence[str], **fields: Any) -> list[dict[str, Any]]:
+    """Points for ``policies`` that share ``fields`` (see :func:`run_points`)."""
+    return [{"kind": "scan", "policy": str(parse_policy(policy)), **fields} for policy in policies]
 
 
 def _params(point: dict[str, Any]) -> tuple[tuple[str, ...], int, int]:
     if point.get("kind") != "scan":
         raise InputError("kind", point.get("kind"), "scan")
     defaults = {"documents": list(corpus.DOCUMENTS), "length": LENGTH, "seed": 0}
-    given = point.get("params", {})
-    for key in given:
-        if key not in defaults:
-            raise unknown_name("params", key, defaults)
-    names, length, seed = (given.get(key, default) for key, default in defaults.items())
+    for key in point:
+        if key not in {"kind", "name", "runner", "policy", *defaults}:
+            raise unknown_name("point field", key, defaults)
+    names, length, seed = (point.get(key, default) for key, default in defaults.items())
     if not isinstance(names, list | tuple) or not names:
         raise InputError("documents", names, "a list of names such as html+json")
     for key, value in (("length", length), ("seed", seed)):

@@ -108,8 +108,8 @@ class PolicyScan:
     """Every scan of the network under one policy; pass ``scan`` to ``network.forward``.
 
     Each layer's batch holds two kinds of rows: the inputs that the network hands over, whose answers go forward, and
-    the reference's inputs of the measured rows, whose states and outputs are compared with the shadow's.  So a scan's error is its own,
-    and the labels carry the errors of all scans together.
+    the reference's inputs of the measured rows, whose states and outputs are compared with the shadow's.  So a scan's
+    error is its own, and the labels carry the errors of all scans together.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class PolicyScan:
         return answer[:rows]
 
     def predicted_output_error(self) -> float | None:
-        """The pooled output error that independent rounding predicts; None with error feedback, whose errors are not."""
+        """The pooled output error that independent rounding predicts; None with error feedback."""
         policy = self.policy
         if policy.checkpoint.error_feedback:
             return None

@@ -26,7 +26,9 @@ from quantlab.errors import InputError
 from quantlab.records import load_stream_file, save_stream_file
 from quantlab.schemes import parse_policy, start
 
-needs_typeseg = pytest.mark.skipif(importlib.util.find_spec("typeseg") is None, reason="typeseg is not installed")
+needs_typeseg = pytest.mark.skipif(
+    importlib.util.find_spec("typeseg") is None, reason="typeseg is not installed"
+)
 
 ULP = 2.0**-24  # relative error of one float32 rounding
 DOCUMENTS = ("html+json", "python-heapq+topic-execmodel")
@@ -61,8 +63,8 @@ def float32_bound(inputs, window):
     exp(dt A) s + v k: the product dt A is off by |dt A| u, which is a relative error of the factor; the exponential is
     good to 4 u (numpy's vector code stays within 2.5 ulp, 1 ulp <= 2 u); one product (u) with the state, two roundings
     in v k and one addition (u on the sum).  With a window of n records the factor of a record is exp(A (total - g_j)):
-    cumsum and difference are off by at most (n + 1) u total, total being the sum of the window's dt, and the n + 1 terms
-    are added with at most n + 1 roundings.  So each step adds at most u (|A| (n + 2) total + n + 9) M, first order;
+    cumsum and difference are off by at most (n + 1) u total, total being the sum of the window's dt, and the n + 1
+    terms are added with at most n + 1 roundings.  So each step adds at most u (|A| (n + 2) total + n + 9) M, first order;
     1.01 covers the higher orders.  A read then multiplies by q and adds 16 terms: 17 u sum_k |q| M.
     """
     rates = inputs.rates.double()
@@ -150,11 +152,14 @@ def test_records_of_a_small_run():
     seen = []
     results = list(run.run_points(points, threads=1, on_progress=lambda *told: seen.append(told)))
     assert [point for point, _ in results] == points
-    assert seen[-1] == (30, 30) and seen == sorted(seen)
+    assert seen[-1] == (30, 30)
+    assert seen == sorted(seen)
     by_policy = {point["policy"]: record for point, record in results}
     metrics = {policy: record["metrics"] for policy, record in by_policy.items()}
     assert all(record["status"] == "ok" and record["kind"] == "scan" for record in by_policy.values())
-    assert all(m["kl"] >= 0 and 0 <= m["label_flips"] <= 1 and m["positions"] == 128 for m in metrics.values())
+    assert all(
+        m["kl"] >= 0 and 0 <= m["label_flips"] <= 1 and m["positions"] == 128 for m in metrics.values()
+    )
     # float32 rounding of the logits' relative size 1e-6 squared, against four-bit states.
     assert max(metrics["fp32@1"]["kl"], metrics["fp32@16"]["kl"]) < 1e-9 < 1e-3 < metrics["nvfp4@1"]["kl"]
     assert metrics["fp32/nvfp4@16"]["kl"] < metrics["nvfp4@1"]["kl"]
@@ -188,13 +193,15 @@ def test_capture_is_deterministic_and_is_what_the_scans_see(tmp_path, byte_token
     first = save_stream_file(tmp_path / "a.safetensors", arrays, meta)
     assert first == save_stream_file(tmp_path / "b.safetensors", *capture.capture(DOCUMENTS, 64))
     assert first != save_stream_file(tmp_path / "c.safetensors", *capture.capture(DOCUMENTS[::-1], 64))
-    loaded = load_stream_file(tmp_path / "a.safetensors")
-    assert loaded.meta["family"] == FAMILY and loaded.meta["text_hash"] == corpus.corpus_hash(DOCUMENTS, 64)
-    assert arrays["v"].shape == (64, 2, 12, 256) and arrays["k"].shape == (64, 2, 12, 16)
+    stored, stored_meta = load_stream_file(tmp_path / "a.safetensors")
+    assert stored_meta["family"] == FAMILY
+    assert stored_meta["text_hash"] == corpus.corpus_hash(DOCUMENTS, 64)
+    assert arrays["v"].shape == (64, 2, 12, 256)
+    assert arrays["k"].shape == (64, 2, 12, 16)
     # Head 3 of document 1 is layer 1 on the reversed text.
     scan = network.stock_scans(byte_tokens[1])[3]
-    assert np.array_equal(loaded.arrays["v"][:, 1, 3], scan.dt * scan.x)
-    assert np.array_equal(loaded.arrays["rates"][3], scan.rates)
+    assert np.array_equal(stored["v"][:, 1, 3], scan.dt * scan.x)
+    assert np.array_equal(stored["rates"][3], scan.rates)
 
 
 @needs_typeseg
@@ -205,7 +212,13 @@ def test_capture_feeds_a_drift_stream(tmp_path, capsys):
     assert capture.main([str(path), "--length", "16"]) == 0
     assert len(capsys.readouterr().out.strip()) == 16
     stream = load_stream(path)
-    assert (stream.family, stream.steps, stream.batch, stream.heads, stream.key_heads) == (FAMILY, 16, 1, 12, 12)
+    assert (stream.family, stream.steps, stream.batch, stream.heads, stream.key_heads) == (
+        FAMILY,
+        16,
+        1,
+        12,
+        12,
+    )
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch, capsys):
@@ -216,7 +229,8 @@ def test_a_missing_package_says_what_to_install(monkeypatch, capsys):
     finally:
         network._typeseg.cache_clear()
     message = capsys.readouterr().err
-    assert "pip install 'quantlab[study]'" in message and message.count("\n") == 1
+    assert "pip install 'quantlab[study]'" in message
+    assert message.count("\n") == 1
 
 
 def test_documents_are_ascii_of_the_asked_length_and_named_by_their_hash():
@@ -230,7 +244,9 @@ def test_documents_are_ascii_of_the_asked_length_and_named_by_their_hash():
     assert len({corpus.corpus_hash(names, n) for names in (["html"], ["json"]) for n in (64, 66)}) == 4
 
 
-@pytest.mark.parametrize(("name", "length", "word"), [("htlm", 64, "html"), ("html+json", 65, "2"), ("html", 10**6, "at most")])
+@pytest.mark.parametrize(
+    ("name", "length", "word"), [("htlm", 64, "html"), ("html+json", 65, "2"), ("html", 10**6, "at most")]
+)
 def test_a_wrong_document_is_an_input_error(name, length, word):
     with pytest.raises(InputError, match=word):
         corpus.document(name, length)
@@ -240,10 +256,10 @@ def test_a_wrong_document_is_an_input_error(name, length, word):
     ("change", "argument"),
     [
         ({"kind": "drift"}, "kind"),
-        ({"params": {"documents": []}}, "documents"),
-        ({"params": {"length": 8}}, "length"),
-        ({"params": {"seed": -1}}, "seed"),
-        ({"params": {"lenght": 512}}, "params"),
+        ({"documents": []}, "documents"),
+        ({"length": 8}, "length"),
+        ({"seed": -1}, "seed"),
+        ({"lenght": 512}, "point field"),
         ({"policy": "nvfp5@1"}, "policy"),
     ],
 )
@@ -315,5 +331,5 @@ def test_divergence_names_the_layer_and_the_step():
     inputs = ScanInputs(*rows, rates=-torch.ones(4, 3))
     outputs, states = shadow_scan(inputs, torch.arange(2))
     reference = Reference(np.zeros((1, 9, 35)), [inputs], [outputs], [states], [{}])
-    with pytest.raises(DivergedError, match="layer 0 .* step 5"):
+    with pytest.raises(DivergedError, match=r"layer 0 .* step 5"):
         PolicyScan(parse_policy("fp32@1"), reference).scan(0, inputs)
