@@ -64,8 +64,8 @@ def float32_bound(inputs, window):
     good to 4 u (numpy's vector code stays within 2.5 ulp, 1 ulp <= 2 u); one product (u) with the state, two roundings
     in v k and one addition (u on the sum).  With a window of n records the factor of a record is exp(A (total - g_j)):
     cumsum and difference are off by at most (n + 1) u total, total being the sum of the window's dt, and the n + 1
-    terms are added with at most n + 1 roundings.  So each step adds at most u (|A| (n + 2) total + n + 9) M, first order;
-    1.01 covers the higher orders.  A read then multiplies by q and adds 16 terms: 17 u sum_k |q| M.
+    terms are added with at most n + 1 roundings.  So each step adds at most u (|A| (n + 2) total + n + 9) M, first
+    order; 1.01 covers the higher orders.  A read then multiplies by q and adds 16 terms: 17 u sum_k |q| M.
     """
     rates = inputs.rates.double()
     dt, key, query = inputs.dt.double(), inputs.key.double().abs(), inputs.query.double().abs()
@@ -142,6 +142,7 @@ def test_fp64_reproduces_the_shadow(byte_tokens, reference):
     logits = network.forward(byte_tokens, scans.scan)
     # Sums of 16 products and 64 steps in another order, each worth 2^-53.
     assert scans.output.pooled() < 100 * 2.0**-53
+    assert scans.state.pooled() < 100 * 2.0**-53
     assert np.abs(logits - reference.logits).max() <= 1e-5 * np.abs(reference.logits).max()
 
 
