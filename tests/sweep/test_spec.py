@@ -117,13 +117,7 @@ def test_script_function_is_checked_without_running_the_script(tmp_path, parser)
     (tmp_path / "s.py").write_text("def run_points(points): ...\nraise RuntimeError('was run')\n")
     text = "title='t'\npolicies=['a']\n[[script]]\nname='s'\nparams = { a = 1 }\nrunner='s.py:run_points'\n"
     (point,) = points_of(tmp_path, text)
-    assert point == {
-        "kind": "scan",
-        "name": "s",
-        "runner": "s.py:run_points",
-        "params": {"a": 1},
-        "policy": "a",
-    }
+    assert point == {"kind": "scan", "name": "s", "runner": "s.py:run_points", "a": 1, "policy": "a"}
     with pytest.raises(InputError, match=r"params 'policy'"):
         points_of(tmp_path, text.replace("a = 1", "policy = 1"))
     with pytest.raises(InputError, match="nearest: run_points"):
