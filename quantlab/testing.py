@@ -5,12 +5,15 @@ Triton's interpreter on the CPU) and ``cuda`` (the kernel on a GPU).  All run th
 ``KERNEL_SUITES``. Nothing here needs pytest.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
+import math
 import multiprocessing
 import os
 import sys
+import unittest.mock
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -175,7 +178,28 @@ def _run_kernel(op: str, case: str, implementation: str) -> numpy.ndarray:
     arguments = KERNEL_SUITES[op].cases[case]()
     if implementation == "cuda":
         arguments = {name: _same_memory_on(tensor, "cuda") for name, tensor in arguments.items()}
-    return function(**arguments).cpu().numpy()
+    if implementation == "reference":
+        return function(**arguments).numpy()
+    with _watched_allocations():
+        return function(**arguments).cpu().numpy()
+
+
+@contextlib.contextmanager
+def _watched_allocations():
+    """Inside, ``torch.empty`` gives NaN, so that unwritten output shows, between guards that must stay."""
+    guard, mark, allocated = 64, 12345, []
+
+    def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        count = math.prod(shape)
+        whole = torch.full((count + 2 * guard,), mark, dtype=dtype, device=device)
+        allocated.append(whole)
+        return whole[guard : guard + count].view(shape).fill_(torch.nan)
+
+    with unittest.mock.patch.object(torch, "empty", empty):
+        yield
+    for whole in allocated:
+        outside = torch.cat([whole[:guard], whole[-guard:]])
+        assert (outside == mark).all(), "the kernel wrote outside of its output"
 
 
 def _same_memory_on(tensor: Tensor, device: str) -> Tensor:
