@@ -29,12 +29,13 @@ from quantlab.schemes import parse_policy
 
 POLICIES = (
     "fp32@1",
-    "fp32@16",
     "bf16@1",
+    "fp16@1",
     "fp8@1",
+    "int8@1",
     "int8+ef@1",
     "nvfp4@1",
-    "fp8@16",
+    "fp32@16",
     "nvfp4@16",
     "fp32/nvfp4@16",
     "fp16/nvfp4@16",
@@ -184,7 +185,7 @@ def _curve(run: PolicyScan) -> dict[str, list[float]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print one row a policy; ``--json`` one object a policy."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--policy", action="append", help="default: the study's ten")
+    parser.add_argument("--policy", action="append", help="default: those of study.toml")
     parser.add_argument("--length", type=int, default=LENGTH, help="characters of each document")
     parser.add_argument("--seed", type=int, default=0, help="of stochastic rounding")
     parser.add_argument("--threads", type=int, default=1)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -334,3 +335,14 @@ def test_divergence_names_the_layer_and_the_step():
     reference = Reference(np.zeros((1, 9, 35)), [inputs], [outputs], [states], [{}])
     with pytest.raises(DivergedError, match=r"layer 0 .* step 5"):
         PolicyScan(parse_policy("fp32@1"), reference).scan(0, inputs)
+
+
+def test_the_spec_and_the_command_line_run_the_same_policies():
+    from quantlab.sweep.spec import expand, load_study
+
+    spec = Path(run.__file__).with_name("study.toml")
+    jobs = expand(load_study(spec), spec.parent)
+    assert [p["policy"] for job in jobs for p in job.points] == [str(parse_policy(p)) for p in run.POLICIES]
+    quick = expand(load_study(spec), spec.parent, quick=True)
+    # A point of the sweep is one that the runner takes: names, length and seed are read without complaint.
+    assert {run._params(point)[1] for job in quick for point in job.points} == {64}
