@@ -28,11 +28,15 @@ def fold(recurrence: Recurrence, base: Tensor, records: Records, rates: Tensor |
     if len(records) == 0:
         return base
     heads = base.shape[1]
-    factor = recurrence.decay(records.log_decay.sum(1), rates)
     k = expand_groups(records.k, heads, 2)
     if recurrence.elementwise_decay:
-        weights = recurrence.decay(_suffix(records.log_decay), rates)
-        return factor * base + torch.einsum("bjhv,bjhk,bjhvk->bhvk", records.d, k, weights)
+        # Record by record: as many exponentials as the closed sum, a third of its memory traffic.
+        state = base
+        for j in range(len(records)):
+            decayed = recurrence.decay(records.log_decay[:, j], rates) * state
+            state = torch.addcmul(decayed, records.d[:, j, ..., None], k[:, j, ..., None, :])
+        return state
+    factor = recurrence.decay(records.log_decay.sum(1), rates)
     d = records.d * torch.exp(_suffix(records.log_decay))[..., None]
     return torch.baddbmm(
         (factor * base).flatten(0, 1),
