@@ -1,0 +1,21 @@
+"""Error drift of the decode state: streams, measures per step, growth laws, the closed-form predictor."""
+
+from quantlab.drift.growth import Growth, growth
+from quantlab.drift.measure import DriftResult, PolicyRun, run_drift
+from quantlab.drift.predictor import BAND, predict_curve, steady_output_error
+from quantlab.drift.streams import Stream, load_stream, save_stream, synthetic_stream
+
+__all__ = [
+    "BAND",
+    "DriftResult",
+    "Growth",
+    "PolicyRun",
+    "Stream",
+    "growth",
+    "load_stream",
+    "predict_curve",
+    "run_drift",
+    "save_stream",
+    "steady_output_error",
+    "synthetic_stream",
+]

@@ -1,0 +1,18 @@
+"""What a stored number is: ``parse(text)`` gives a Format that quantizes, dequantizes and counts its bits."""
+
+from quantlab.formats.format import Encoded, Format
+from quantlab.formats.grammar import parse
+from quantlab.formats.packing import pack_nibbles, unpack_nibbles
+from quantlab.formats.random import philox_4x32, random_words
+from quantlab.formats.rows import format_rows
+
+__all__ = [
+    "Encoded",
+    "Format",
+    "format_rows",
+    "pack_nibbles",
+    "parse",
+    "philox_4x32",
+    "random_words",
+    "unpack_nibbles",
+]

@@ -1,0 +1,291 @@
+"""Streams: the decode inputs of a batch of sequences, step by step, synthetic or captured from a model."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantlab.errors import InputError, unknown_name
+from quantlab.recurrences import StepInputs, get_recurrence
+
+PRESETS = ("evidence", "realistic")
+DEFAULT_SHAPE = {"gated_delta": (128, 128), "mamba2": (64, 128), "mamba1": (64, 16)}
+PREFILL_STEPS = 512
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What ``steps`` tokens feed to one layer's recurrence.
+
+    q, k: (steps, batch, key_heads, key_dim); v: (steps, batch, heads, value_dim);
+    log_decay: (steps, batch, heads), mamba1 (steps, batch, heads, value_dim) = dt; beta: (steps, batch, heads) or None;
+    initial: (batch, heads, value_dim, key_dim), the unrounded prefill state; rates: A (heads, value_dim, key_dim) of
+    mamba1.  All float32.  meta: how it was made.  Raises InputError for NaN, Inf and shapes that disagree.
+    """
+
+    family: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    initial: Tensor
+    beta: Tensor | None = None
+    rates: Tensor | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        recurrence = get_recurrence(self.family)
+        if self.initial.ndim != 4:
+            raise InputError(
+                "stream initial", tuple(self.initial.shape), "shape (batch, heads, value_dim, key_dim)"
+            )
+        batch, heads, value_dim, key_dim = self.initial.shape
+        steps, groups = self.v.shape[0], self.k.shape[2] if self.k.ndim == 4 else 0
+        gate = (steps, batch, heads) + ((value_dim,) if recurrence.elementwise_decay else ())
+        expected: dict[str, tuple[int, ...] | None] = {
+            "q": (steps, batch, groups, key_dim),
+            "k": (steps, batch, groups, key_dim),
+            "v": (steps, batch, heads, value_dim),
+            "log_decay": gate,
+            "beta": (steps, batch, heads) if recurrence.delta_rule else None,
+            "rates": (heads, value_dim, key_dim) if recurrence.elementwise_decay else None,
+        }
+        for name, shape in expected.items():
+            value = getattr(self, name)
+            found = None if value is None else tuple(value.shape)
+            if found != shape:
+                raise InputError(f"stream {name}", found, f"shape {shape} for {self.family}")
+        if steps < 1 or groups < 1 or heads % groups:
+            raise InputError("stream k", tuple(self.k.shape), f"steps >= 1 and key heads that divide {heads}")
+        for name, value in self.tensors().items():
+            if not bool(torch.isfinite(value).all()):
+                raise InputError(f"stream {name}", "NaN or Inf", "finite values")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The arrays that are there, by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    @property
+    def steps(self) -> int:
+        return self.v.shape[0]
+
+    @property
+    def batch(self) -> int:
+        return self.v.shape[1]
+
+    @property
+    def heads(self) -> int:
+        return self.v.shape[2]
+
+    @property
+    def key_heads(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 over family, shapes and values (16 hex digits): equal hashes mean equal inputs, bit for bit."""
+        digest = hashlib.sha256(self.family.encode())
+        for name, value in self.tensors().items():
+            array = value.contiguous().numpy()
+            digest.update(f"{name}{array.dtype}{array.shape}".encode())
+            digest.update(array.tobytes())
+        return digest.hexdigest()[:16]
+
+    def step(self, index: int) -> StepInputs:
+        """The inputs of one token."""
+        beta = None if self.beta is None else self.beta[index]
+        return StepInputs(self.q[index], self.k[index], self.v[index], self.log_decay[index], beta)
+
+
+def save_stream(stream: Stream, path: str | Path) -> None:
+    """Write a stream file (safetensors with a schema version; see ``quantlab.records``)."""
+    from quantlab.records import save_stream_file
+
+    arrays = {name: value.contiguous().numpy() for name, value in stream.tensors().items()}
+    save_stream_file(Path(path), arrays, {"family": stream.family, **stream.meta})
+
+
+def load_stream(path: str | Path) -> Stream:
+    """Read a stream file.  Raises InputError if it is unreadable, of another version, or holds NaN or Inf."""
+    from quantlab.records import load_stream_file
+
+    arrays, meta = load_stream_file(Path(path))
+    names = {f.name for f in fields(Stream)} - {"family", "meta"}
+    missing = {"q", "k", "v", "log_decay", "initial"} - arrays.keys()
+    if missing or not arrays.keys() <= names or "family" not in meta:
+        raise InputError(
+            "stream", str(path), f"arrays q, k, v, log_decay, initial [beta, rates]; got {sorted(arrays)}"
+        )
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(a, np.float32)) for name, a in arrays.items()}
+    return Stream(family=meta["family"], meta=meta, **tensors)
+
+
+def synthetic_stream(
+    family: str,
+    *,
+    preset: str | None = None,
+    heads: int = 8,
+    steps: int = 1024,
+    alpha: float | None = None,
+    seed: int = 0,
+    sequences: int = 2,
+    key_heads: int | None = None,
+    value_dim: int | None = None,
+    key_dim: int | None = None,
+    beta: float | None = None,
+) -> Stream:
+    """A made stream of ``sequences`` x ``heads`` independent recurrences.
+
+    preset "evidence" (what ``alpha`` gives): the same decay alpha in every head and step, keys and queries uniform on
+    the unit sphere, v ~ N(0, 1), beta = sigmoid(N(0, 1)) or the constant ``beta``, zero start.
+    preset "realistic" (the default without ``alpha``): 1 - alpha of each head log-uniform in [1e-4, 0.5], its gate
+    fluctuating as softplus(bias + N(0, 1)); 5 % sink steps with a gate ten times as large; channel scales lognormal
+    (sigma 1); SiLU-like keys and queries; GDN values within 1 % of what the state already holds, except on sink steps,
+    which write something new; a prefill state taken after 512 generated steps.
+    Raises InputError for an unknown family or preset and for values out of range.
+    """
+    get_recurrence(family)
+    preset = preset or ("realistic" if alpha is None else "evidence")
+    if preset not in PRESETS:
+        raise unknown_name("preset", preset, PRESETS)
+    if preset == "realistic" and (alpha is not None or beta is not None):
+        raise InputError(
+            "alpha", alpha, "no alpha or beta with preset realistic, which draws them for each head"
+        )
+    alpha = 0.99 if alpha is None else alpha
+    if not 0.0 < alpha <= 1.0:
+        raise InputError("alpha", alpha, "a decay per step in (0, 1]")
+    if beta is not None and not 0.0 <= beta <= 2.0:
+        raise InputError("beta", beta, "a write strength in [0, 2]")
+    default_value, default_key = DEFAULT_SHAPE[family]
+    value_dim, key_dim = value_dim or default_value, key_dim or default_key
+    groups = heads if key_heads is None else key_heads
+    counts = {"heads": heads, "steps": steps, "sequences": sequences, "key_heads": groups}
+    for name, count in (counts | {"value_dim": value_dim, "key_dim": key_dim}).items():
+        if count < 1:
+            raise InputError(name, count, "at least 1")
+    if heads % groups:
+        raise InputError("key_heads", groups, f"a divisor of heads = {heads}")
+    shape = _Shape(steps, sequences, heads, groups, value_dim, key_dim)
+    generator = torch.Generator().manual_seed(seed)
+    make = _evidence if preset == "evidence" else _realistic
+    arrays = make(family, shape, generator, alpha, beta)
+    meta = {"preset": preset, "seed": seed, **vars(shape)}
+    if preset == "evidence":
+        meta |= {"alpha": alpha, "beta": beta}
+    return Stream(family=family, meta=meta, **arrays)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    steps: int
+    sequences: int
+    heads: int
+    key_heads: int
+    value_dim: int
+    key_dim: int
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def _evidence(
+    family: str, s: _Shape, generator: torch.Generator, alpha: float, beta: float | None
+) -> dict[str, Tensor]:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    lead = (s.steps, s.sequences)
+    log_alpha = float(np.log(alpha))
+    arrays = {
+        "k": _unit(normal(*lead, s.key_heads, s.key_dim)),
+        "q": _unit(normal(*lead, s.key_heads, s.key_dim)),
+        "v": normal(*lead, s.heads, s.value_dim),
+        "log_decay": torch.full((*lead, s.heads), log_alpha),
+        "initial": torch.zeros(s.sequences, s.heads, s.value_dim, s.key_dim),
+    }
+    if family == "gated_delta":
+        drawn = torch.sigmoid(normal(*lead, s.heads))
+        arrays["beta"] = drawn if beta is None else torch.full_like(drawn, beta)
+    if family == "mamba1":
+        arrays["log_decay"] = torch.ones(*lead, s.heads, s.value_dim)
+        arrays["rates"] = torch.full((s.heads, s.value_dim, s.key_dim), log_alpha)
+    return arrays
+
+
+def _realistic(
+    family: str, s: _Shape, generator: torch.Generator, alpha: float, beta: float | None
+) -> dict[str, Tensor]:
+    steps = PREFILL_STEPS + s.steps
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    lead = (steps, s.sequences)
+    forget = torch.exp(uniform(s.heads) * np.log(0.5 / 1e-4) + np.log(1e-4))
+    gate_shape = (*lead, s.heads, s.value_dim) if family == "mamba1" else (*lead, s.heads)
+    # softplus(bias) log-uniform in [1e-3, 1e-1], the initialisation of the published layers (dt_bias).
+    typical = torch.exp(uniform(s.heads) * np.log(100.0) + np.log(1e-3))
+    bias = torch.log(torch.expm1(typical))
+    bias = bias[:, None] if family == "mamba1" else bias
+    sink = uniform(*lead, 1) < 0.05
+    gate = F.softplus(bias + normal(*gate_shape))
+    gate = gate * torch.where(sink[..., None] if family == "mamba1" else sink, 10.0, 1.0)
+    scale = torch.exp(normal(s.heads, s.value_dim))
+    mean_gate = gate.mean(dim=(0, 1, 3) if family == "mamba1" else (0, 1))
+    rate = torch.log1p(-forget) / mean_gate
+    fresh = scale * normal(*lead, s.heads, s.value_dim)
+    keys = F.silu(normal(*lead, s.key_heads, s.key_dim))
+    queries = F.silu(normal(*lead, s.key_heads, s.key_dim))
+    arrays: dict[str, Tensor] = {}
+    if family == "gated_delta":
+        arrays |= {"k": _unit(keys), "q": _unit(queries) * s.key_dim**-0.5, "log_decay": gate * rate}
+        arrays["beta"] = torch.sigmoid(normal(*lead, s.heads))
+        arrays["v"] = fresh
+        near = 1.0 + 0.01 * normal(*lead, s.heads, s.value_dim)
+    else:
+        log_decay = gate if family == "mamba1" else gate * rate
+        arrays |= {"k": keys, "q": queries, "log_decay": log_decay}
+        arrays["v"] = fresh * (gate if family == "mamba1" else gate[..., None])
+        near = torch.empty(0)
+    rates = None
+    if family == "mamba1":
+        spread = torch.exp(0.5 * normal(s.heads, s.value_dim, s.key_dim))
+        rates = (rate[:, None, None] * spread).float()
+    # From here on the stored float32 values are the stream; the prefill state is theirs, in float64.
+    arrays = {name: value.float() for name, value in arrays.items()}
+    state = torch.zeros(s.sequences, s.heads, s.value_dim, s.key_dim, dtype=torch.float64)
+    recurrence = get_recurrence(family)
+    wide_rates = None if rates is None else rates.double()
+    initial = state
+    for t in range(steps):
+        if t == PREFILL_STEPS:
+            initial = state
+        if family == "gated_delta":
+            k = arrays["k"][t].double().repeat_interleave(s.heads // s.key_heads, 1)
+            held = torch.matmul(state, k[..., None])[..., 0] * near[t]
+            arrays["v"][t] = torch.where(sink[t][..., None], fresh[t], held).float()
+        elif t >= PREFILL_STEPS:
+            break
+        inputs = StepInputs(
+            arrays["q"][t], arrays["k"][t], arrays["v"][t], arrays["log_decay"][t], _at(arrays.get("beta"), t)
+        )
+        state, _ = recurrence.step(state, inputs.to(torch.float64), wide_rates)
+    arrays = {name: value[PREFILL_STEPS:].contiguous() for name, value in arrays.items()}
+    arrays["initial"] = initial.float()
+    return arrays if rates is None else arrays | {"rates": rates}
+
+
+def _at(tensor: Tensor | None, index: int) -> Tensor | None:
+    return None if tensor is None else tensor[index]

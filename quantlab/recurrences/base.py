@@ -1,0 +1,91 @@
+"""What every recurrence has in common: its inputs for one token, and the parts that a scheme composes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The inputs of one decoded token.
+
+    q, k: (batch, key_heads, key_dim); head ``h`` of ``heads`` uses key head ``h // (heads // key_heads)``.
+    v: (batch, heads, value_dim).  Mamba: v = dt * x, so that the update is always ``d (x) k``.
+    log_decay: (batch, heads), the log of the decay of the step; mamba1: (batch, heads, value_dim) = dt.
+    beta: (batch, heads), the write strength of a delta rule; None for the other families.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    beta: Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> "StepInputs":
+        """The same inputs in ``dtype`` (no copy where they already are)."""
+        return self.map(lambda t: t.to(dtype))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "StepInputs":
+        """``function`` applied to each tensor that is there."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{n: function(t) for n, t in values.items() if t is not None})
+
+
+@dataclass(frozen=True)
+class Records:
+    """``n`` consecutive tokens of one window, oldest first.
+
+    k: (batch, n, key_heads, key_dim); d: (batch, n, heads, value_dim), what was (or is to be) written along k;
+    log_decay: (batch, n, heads), mamba1 (batch, n, heads, value_dim);
+    v: like d, and beta: (batch, n, heads): the raw inputs of a delta rule, else None.
+    """
+
+    k: Tensor
+    d: Tensor | None
+    log_decay: Tensor
+    v: Tensor | None = None
+    beta: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.k.shape[1]
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """One family.
+
+    name: as in policies, streams and reports.
+    step(state, inputs, rates) -> (new state, output): one token; state (batch, heads, value_dim, key_dim).
+    decay(log_decay, rates) -> factor that broadcasts against the state.
+    delta_rule: whether d depends on the state (d = beta (v - S k)) or is v itself.
+    elementwise_decay: whether the decay differs within a head (mamba1), so that it does not commute with a read.
+    """
+
+    name: str
+    step: Callable[..., tuple[Tensor, Tensor]]
+    decay: Callable[..., Tensor]
+    delta_rule: bool = False
+    elementwise_decay: bool = False
+
+
+def expand_groups(x: Tensor, heads: int, dim: int) -> Tensor:
+    """Repeat key heads so that dimension ``dim`` has one entry a head (grouped heads share keys and queries)."""
+    groups = x.shape[dim]
+    return x if groups == heads else x.repeat_interleave(heads // groups, dim)
+
+
+def head_decay(log_decay: Tensor, rates: Tensor | None = None) -> Tensor:
+    """exp(log_decay) for families with one decay a head: (..., heads) -> (..., heads, 1, 1)."""
+    return torch.exp(log_decay)[..., None, None]
+
+
+def outer(d: Tensor, k: Tensor) -> Tensor:
+    """d (x) k over the last dimensions: (..., value_dim), (..., key_dim) -> (..., value_dim, key_dim)."""
+    return d[..., :, None] * k[..., None, :]
+
+
+def matvec(state: Tensor, vector: Tensor) -> Tensor:
+    """S w: (..., value_dim, key_dim), (..., key_dim) -> (..., value_dim)."""
+    return torch.matmul(state, vector[..., None])[..., 0]

@@ -1,0 +1,132 @@
+"""One stored copy of the state: its bits, its rounding, its random numbers."""
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from quantlab.formats import Encoded, Format
+from quantlab.formats.random import random_words
+
+CHECKPOINT_PART, READ_COPY_PART = 0, 1
+
+
+class Diverged(ArithmeticError):
+    """A state that was about to be stored holds NaN or Inf.  A result, not a failure: drift records the step."""
+
+
+class Store:
+    """A copy of a batch's state (batch, heads, value_dim, key_dim) under one format.
+
+    ``decoded`` is what readers see.  The codes are a function of the last dense value written and of the random words,
+    so they are formed only when somebody asks for them (``encoded``): a simulated step needs the decoded values alone.
+    ``numbers`` counts the stores of each sequence, 0 being the prefill hand-off; with ``sequence_ids`` and the seed it
+    decides the stochastic bits, so that batch layout and slot moves change nothing.
+    """
+
+    def __init__(self, format: Format, part: int, *, seed: int, layer: int, sequence_ids: Tensor):
+        self.format, self.part, self.seed, self.layer = format, part, seed, layer
+        self.sequence_ids = sequence_ids
+        self.numbers = torch.full_like(sequence_ids, -1)
+        self.decoded = torch.empty(0)
+        self.residual: Tensor | None = None
+        self._dense: Tensor | None = None
+        self._encoded: Encoded | None = None
+
+    def write(self, dense: Tensor, rows: Tensor | None = None) -> None:
+        """Round and store ``dense``: the whole batch, or the rows named by ``rows``.
+
+        Raises Diverged if ``dense`` holds NaN or Inf.
+        """
+        if not torch.isfinite(dense.sum(dtype=torch.float64)):
+            raise Diverged("the state holds NaN or Inf")
+        if rows is None:
+            self.numbers = self.numbers + 1
+            self._dense, self._encoded = dense, None
+            self.decoded, self.residual = self._round(dense, self.residual, self.numbers, self.sequence_ids)
+            return
+        numbers, ids = self.numbers[rows] + 1, self.sequence_ids[rows]
+        residual = None if self.residual is None else self.residual[rows]
+        encoded = self._encode(dense, residual, numbers, ids)
+        self._encoded = _put_rows(self.encoded, rows, encoded)
+        self._dense = None
+        self.numbers = self.numbers.index_copy(0, rows, numbers)
+        self.decoded = self.decoded.index_copy(0, rows, self.format.dequantize(encoded))
+        self.residual = self._encoded.residual
+
+    def hand_off(self, dense: Tensor, rows: Tensor | None = None) -> None:
+        """Store a prefill state: store number 0, residual zero."""
+        if rows is None:
+            self.numbers = torch.full_like(self.numbers, -1)
+            self.residual = None
+        else:
+            self.numbers = self.numbers.index_fill(0, rows, -1)
+            if self.residual is not None:
+                self.residual = self.residual.index_fill(0, rows, 0.0)
+        self.write(dense, rows)
+
+    @property
+    def encoded(self) -> Encoded:
+        """The stored bits."""
+        if self._encoded is None:
+            assert self._dense is not None
+            self._encoded = self._encode(self._dense, None, self.numbers, self.sequence_ids)
+            self._dense = None
+        return self._encoded
+
+    def select(self, rows: Tensor) -> None:
+        """Keep (or repeat) the rows named by ``rows``; a repeated row draws the same random numbers as its origin."""
+        self._encoded = _map(self.encoded, lambda t: t[rows])
+        self.residual = self._encoded.residual
+        self.numbers, self.sequence_ids = self.numbers[rows], self.sequence_ids[rows]
+        self.decoded = self.decoded[rows]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The stored bits and counters, for ``save``."""
+        held = {f.name: getattr(self.encoded, f.name) for f in fields(Encoded)}
+        held = {name: value for name, value in held.items() if isinstance(value, Tensor)}
+        return held | {"numbers": self.numbers, "sequence_ids": self.sequence_ids}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take over what ``tensors`` returned."""
+        names = {f.name for f in fields(Encoded)}
+        encoded = Encoded(**{name: tensors.get(name) for name in names})  # pyright: ignore[reportArgumentType]
+        self._dense, self._encoded, self.residual = None, encoded, encoded.residual
+        self.decoded = self.format.dequantize(encoded)
+        self.numbers, self.sequence_ids = tensors["numbers"], tensors["sequence_ids"]
+
+    def _words(self, shape: torch.Size, numbers: Tensor, ids: Tensor) -> Tensor | None:
+        if not self.format.stochastic:
+            return None
+        batch, heads, value_dim, key_dim = shape
+        return random_words(
+            (batch, heads, value_dim, key_dim), self.seed, numbers, ids, self.layer, self.part
+        )
+
+    def _encode(self, dense: Tensor, residual: Tensor | None, numbers: Tensor, ids: Tensor) -> Encoded:
+        if self.format.error_feedback and residual is None:
+            residual = torch.zeros_like(dense)
+        return self.format.quantize(dense, self._words(dense.shape, numbers, ids), residual)
+
+    def _round(
+        self, dense: Tensor, residual: Tensor | None, numbers: Tensor, ids: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.format.error_feedback:
+            # The residual is part of the bits, so there is no way around the codes here.
+            self._encoded = self._encode(dense, residual, numbers, ids)
+            self._dense = None
+            return self.format.dequantize(self._encoded), self._encoded.residual
+        return self.format.round(dense, self._words(dense.shape, numbers, ids)), None
+
+
+def _map(encoded: Encoded, function) -> Encoded:
+    values = {f.name: getattr(encoded, f.name) for f in fields(Encoded)}
+    return Encoded(**{n: function(v) if isinstance(v, Tensor) else v for n, v in values.items()})
+
+
+def _put_rows(target: Encoded, rows: Tensor, source: Encoded) -> Encoded:
+    def put(name: str):
+        old, new = getattr(target, name), getattr(source, name)
+        return old.index_copy(0, rows, new) if isinstance(old, Tensor) else old
+
+    return Encoded(**{f.name: put(f.name) for f in fields(Encoded)})
