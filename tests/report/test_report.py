@@ -208,6 +208,22 @@ def test_ratio_outside_the_band_gets_a_sentence(fake_records):
         assert (row.comment is None) == inside
 
 
+def test_the_runners_own_reason_is_quoted(fake_records):
+    def noted(note):
+        changed = [
+            r | {"metrics": r["metrics"] | {"prediction_note": note}}
+            for r in fake_records
+            if r["kind"] == "drift"
+        ]
+        found = {(row.stream, row.policy): row.comment for row in rows_of(changed)}
+        return found["gated_delta, alpha 0.9", "nvfp4@16"]
+
+    assert noted("the error is large: small ones are predicted").endswith(
+        "the error is large: small ones are predicted."
+    )
+    assert "4-bit" in noted("measured / predicted = 1.7")
+
+
 def test_seeds_are_pooled_as_root_mean_square(fake_records):
     row = next(
         row for row in rows_of(fake_records) if (row.stream, row.policy) == ("mamba2, alpha 0.99", "int8@1")
