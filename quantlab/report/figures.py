@@ -40,7 +40,7 @@ def drift_panels(groups: Mapping[str, list[Record]], styles: Mapping[str, Style]
                 axes = figure.add_axes((0.125, 0.145, 0.625, 0.80))
                 _draw_curves(axes, found, styles, limits)
                 panels.append(
-                    (name, to_svg(figure, f"Output error per decoded token, {name}", f"drift{index}"))
+                    (name, to_svg(figure, f"Output error per decoded token, {name}", f"drift {index} {name}"))
                 )
     return panels
 

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from quantlab.records import check_output_folder, write_atomic
+from quantlab.records import STATUSES, check_output_folder, write_atomic
 from quantlab.report import figures, tables
 from quantlab.report.load import BASELINE, Collection, Record, load_collection
 from quantlab.report.style import PALETTE, VARIABLES, Style, policy_styles
@@ -169,9 +169,9 @@ def _troubles(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _counts(records: Sequence[Record]) -> dict[str, int]:
-    counts: dict[str, int] = {}
+    counts: dict[str, int] = {status: 0 for status in STATUSES}
     for record in records:
-        counts[record["status"]] = counts.get(record["status"], 0) + 1
+        counts[record["status"]] += 1
     return counts
 
 

@@ -12,6 +12,7 @@ import pandas as pd
 from quantlab.report.load import BASELINE, Record, stream_key, stream_name
 from quantlab.statistics.paired import PairedComparison, compare_documents
 
+UNTABLED = ("documents", "tasks", "op_hits", "scans", "lm_eval")  # nested or long: in the records only
 AGREEMENT = 1.4  # measured and predicted error agree if their ratio is within this factor (design section 5)
 
 
@@ -22,9 +23,7 @@ def tidy_table(records: Iterable[Record]) -> pd.DataFrame:
     for record in records:
         row = {"kind": record["kind"], "status": record["status"], "message": record["message"]}
         row |= _flat({key: value for key, value in record["point"].items() if key != "kind"})
-        metrics = {
-            k: v for k, v in record["metrics"].items() if k not in ("documents", "tasks", "op_hits", "scans")
-        }
+        metrics = {k: v for k, v in record["metrics"].items() if k not in UNTABLED}
         if metrics.get("growth_ci"):
             metrics["growth_low"], metrics["growth_high"] = metrics.pop("growth_ci")
         row |= _flat(metrics)
@@ -44,11 +43,13 @@ def eval_tasks(record: Record) -> dict[str, dict[str, Any]]:
 
 
 def task_documents(record: Record, task: str) -> list[dict[str, Any]]:
-    """Scored documents of one task."""
+    """Documents of one task that were judged right or wrong."""
     documents = record["metrics"].get("documents") or []
     if isinstance(documents, dict):
-        return documents.get(task, [])
-    return [document for document in documents if document.get("task", task) == task]
+        documents = documents.get(task, [])
+    return [
+        document for document in documents if document.get("task", task) == task and "correct" in document
+    ]
 
 
 @dataclass(frozen=True)
@@ -173,9 +174,14 @@ def _comment(row: DriftRow, metrics: list[dict[str, Any]]) -> str | None:
     if row.ratio is None or 1 / AGREEMENT <= row.ratio <= AGREEMENT:
         return warning
     side = f"{row.ratio:.1f} times" if row.ratio > 1 else f"1/{1 / row.ratio:.1f} of"
-    if not all(m.get("steady", True) for m in metrics):
+    # The runner knows best; a note that only repeats the ratio says no reason.
+    notes = [m.get("prediction_note") for m in metrics]
+    note = next((note for note in notes if note and not note.startswith("measured")), None)
+    if note:
+        why = note
+    elif not all(m.get("steady", True) for m in metrics):
         why = (
-            "the run ended before the error had levelled off, and the prediction is the level it would reach"
+            "the error had not levelled off when the run ended, and levels are what the prediction is good at"
         )
     elif "nvfp4" in row.policy or "mxfp4" in row.policy:
         why = (

@@ -206,8 +206,8 @@ def _sure(found: Sequence[Verdict], streams: int, drift: Sequence[DriftRow]) -> 
         agreeing, predicted = sum(v.agreeing for v in found), sum(v.predicted for v in found)
         if predicted:
             sentences.append(
-                f"An independent closed form predicts {agreeing} of {predicted} measured errors within a factor "
-                f"of {AGREEMENT}; the exceptions are explained in the table."
+                f"An independent closed form predicts {agreeing} of {predicted} measured errors within a "
+                f"factor of {AGREEMENT}; the exceptions are explained in the table."
             )
         sentences.append("Streams show what rounding does to a state; they do not prove task accuracy.")
     paired = [v.accuracy.paired for v in found if v.accuracy and v.accuracy.paired]

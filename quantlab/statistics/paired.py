@@ -7,6 +7,7 @@ reverse.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from scipy import optimize, stats
@@ -144,12 +145,12 @@ class PairedComparison:
 
 
 def compare_documents(
-    baseline: Sequence[Mapping[str, object]], other: Sequence[Mapping[str, object]]
+    baseline: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]
 ) -> PairedComparison:
-    """Pair two lists of {"hash", "correct", "loglikelihoods"} by hash (repeats in order) and compare them.
+    """Pair two lists of {"hash", "correct"[, "loglikelihoods"]} by hash (repeats in order) and compare them.
 
-    ``loglikelihood_change`` is the mean of |difference| over all choices of all paired documents.  Raises
-    InputError if no document is in both.
+    ``loglikelihood_change`` is the mean of |difference| over all choices of all paired documents, NaN for
+    generated answers.  Raises InputError if no document is in both.
     """
     theirs = _by_hash(baseline)
     ours = _by_hash(other)
@@ -158,12 +159,7 @@ def compare_documents(
         raise InputError("documents", len(ours), "at least one document hash in common with the baseline")
     lost = sum(bool(theirs[key]["correct"]) and not ours[key]["correct"] for key in keys)
     gained = sum(bool(ours[key]["correct"]) and not theirs[key]["correct"] for key in keys)
-    changes = [
-        np.abs(
-            np.asarray(ours[key]["loglikelihoods"], float) - np.asarray(theirs[key]["loglikelihoods"], float)
-        )
-        for key in keys
-    ]
+    changes = np.concatenate([_changes(theirs[key], ours[key]) for key in keys])
     n = len(keys)
     low, high = paired_accuracy_interval(lost, gained, n)
     return PairedComparison(
@@ -175,12 +171,21 @@ def compare_documents(
         high=high,
         p_value=mcnemar_exact(lost, gained),
         detectable=minimum_detectable_effect(n, (lost + gained) / n),
-        loglikelihood_change=float(np.concatenate(changes).mean()),
+        loglikelihood_change=float(changes.mean()) if changes.size else math.nan,
         unpaired=len(theirs) + len(ours) - 2 * n,
     )
 
 
-def _by_hash(documents: Sequence[Mapping[str, object]]) -> dict[tuple[str, int], Mapping[str, object]]:
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> np.ndarray:
+    one, other = (np.asarray(document.get("loglikelihoods", ()), float) for document in (before, after))
+    if one.shape != other.shape:
+        raise InputError(
+            "documents", after["hash"], f"{one.size} log-likelihoods as in the baseline, not {other.size}"
+        )
+    return np.abs(one - other)
+
+
+def _by_hash(documents: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Mapping[str, Any]]:
     seen: dict[str, int] = {}
     found = {}
     for document in documents:

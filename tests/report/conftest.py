@@ -1,6 +1,7 @@
 """Made-up records that look like real ones: error levels follow the closed form, with noise; some points go
 wrong."""
 
+import json
 import math
 
 import numpy as np
@@ -235,20 +236,31 @@ def fake_records():
     return make_records()
 
 
-@pytest.fixture
-def folder(tmp_path, fake_records):
+def fill(target, found):
     """A results folder as a sweep leaves it."""
-    target = records.check_output_folder(tmp_path / "records")
-    for record in fake_records:
-        records.save_record(target, record)
+    inner = records.check_output_folder(target / "records")
+    for record in found:
+        records.save_record(inner, record)
     about = {
         "title": "Which store survives?",
         "description": "A made-up study.",
         "quick": False,
         "spec": "title = 1\n",
     }
-    import json
-
     about["command"] = "quantlab study experiments/made-up"
-    (tmp_path / "study.json").write_text(json.dumps(about))
-    return tmp_path
+    (target / "study.json").write_text(json.dumps(about))
+    return target
+
+
+@pytest.fixture
+def folder(tmp_path, fake_records):
+    """The records, without a report."""
+    return fill(tmp_path, fake_records)
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory, fake_records):
+    """The records and the report on them, to be read only."""
+    from quantlab.report import write_report
+
+    return write_report(fill(tmp_path_factory.mktemp("written"), fake_records)).parent

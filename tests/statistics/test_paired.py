@@ -141,6 +141,15 @@ def test_comparison_pairs_by_hash():
         compare_documents(base, [{"hash": "x", "correct": True, "loglikelihoods": [0]}])
 
 
+def test_generated_answers_have_no_loglikelihoods():
+    base, other = ([{"hash": "a", "correct": c}] for c in (True, False))
+    found = compare_documents(base, other)
+    assert found.lost == 1
+    assert math.isnan(found.loglikelihood_change)
+    with pytest.raises(InputError, match="0 log-likelihoods as in the baseline, not 2"):
+        compare_documents([{"hash": "h0", "correct": True}], documents([True]))
+
+
 def test_repeated_documents_are_paired_in_order():
     base = documents([True]) * 2
     other = documents([True]) + documents([False])
