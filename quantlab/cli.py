@@ -259,10 +259,16 @@ def predict(
 
 
 @app.command(epilog=_example("formats"))
-def formats(as_json: Json = False) -> None:
+def formats(
+    as_json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
+) -> None:
     """List the number formats and their constants."""
-    from quantlab.formats import format_rows
+    from quantlab.formats import format_markdown, format_rows
 
+    if markdown:
+        typer.echo(format_markdown())
+        return
     rows = format_rows()
     if as_json:
         _print_json(rows)

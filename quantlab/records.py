@@ -9,14 +9,12 @@ a record.
 import contextlib
 import datetime
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
 import platform
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -330,59 +328,6 @@ def check_output_folder(path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def capture_environment(threads: int) -> dict[str, Any]:
-    """What a number may depend on besides its point; imports none of the libraries whose versions it reads.
-
-    ``threads`` is the fixed number of compute threads.  Holds no user, host or path name: records are
-    published.
-    """
-    import quantlab
-
-    return {
-        "quantlab": quantlab.__version__,
-        "python": platform.python_version(),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_model(),
-        "threads": threads,
-        "versions": {
-            name: _version(name) for name in ("torch", "triton", "transformers", "lm-eval", "numpy", "scipy")
-        },
-        "git": _git_revision(),
-    }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
-
-
-def _git_revision() -> str | None:
-    """Revision of the checkout that this package runs from, "+changes" appended; None when installed
-    elsewhere."""
-    root = Path(__file__).resolve().parents[1]
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-
-    try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != root:
-            return None
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def save_stream_file(
     path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]
 ) -> str:
@@ -405,12 +350,18 @@ def save_stream_file(
         "meta": canonical_json(meta),
         "content_hash": digest,
     }
-    write_atomic(path, safetensors.numpy.save(arrays, metadata=metadata))
+    data = safetensors.numpy.save(arrays, metadata=metadata)
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        raise InputError(
+            "stream file", str(path), f"a place that can be written to ({error.strerror})"
+        ) from error
     return digest
 
 
 def load_stream_file(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Read a stream file: arrays by name, and the meta table..  InputError if it is unreadable, of another
+    """Read a stream file: arrays by name, and the meta table.  InputError if it is unreadable, of another
     schema version, changed since it was written, holds NaN or Inf, or its arrays disagree in shape."""
     import safetensors
 

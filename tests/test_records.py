@@ -201,7 +201,7 @@ def test_output_folder_without_permission(tmp_path):
 
 def test_environment_imports_nothing_heavy_and_names_no_machine():
     script = (
-        "import json, sys; from quantlab import records; e = records.capture_environment(3)\n"
+        "import json, sys; from quantlab.sweep.environment import capture_environment; e = capture_environment(3)\n"
         "assert not {'torch', 'triton', 'transformers', 'lm_eval'} & set(sys.modules); print(json.dumps(e))"
     )
     root = Path(records.__file__).parents[1]

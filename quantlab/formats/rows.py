@@ -30,3 +30,16 @@ def format_rows(shape: tuple[int, int] = (128, 128)) -> list[dict[str, object]]:
             }
         )
     return rows
+
+
+def format_markdown() -> str:
+    """The same rows as a Markdown table; the README holds it, and a test compares."""
+    lines = [
+        "| format | kind | bits per value | largest | smallest normal | smallest | scale shared by | rounding |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in format_rows():
+        lists = [", ".join(str(x) for x in row[key]) or "-" for key in ("granularity", "rounding")]  # type: ignore
+        numbers = [f"{row[key]:.4g}" for key in ("bits_per_value", "max", "min_normal", "smallest")]
+        lines.append(f"| `{row['name']}` | {row['kind']} | {' | '.join(numbers)} | {' | '.join(lists)} |")
+    return "\n".join(lines)

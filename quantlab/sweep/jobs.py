@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quantlab.errors import InputError, unknown_name
-from quantlab.records import atomic_path, capture_environment, complete_record, content_hash, save_record
+from quantlab.records import atomic_path, complete_record, content_hash, save_record
+from quantlab.sweep.environment import capture_environment
 
 # Where each kind of block finds its run_points; a script block names its own file.
 RUNNERS = {"drift": "quantlab.drift.point:run_points", "eval": "quantlab.evals.point:run_points"}

@@ -5,9 +5,10 @@
     title = "Which store survives 1024 tokens?"
     policies = ["fp32@1", "fp32@16", "nvfp4@1"]      # default of every block
 
-    [[drift]]                                         # synthetic streams, or stream_file =
-    "layer3.safetensors" family = "gated_delta" alpha = [0.9, 0.99]                               # given:
-    preset "evidence"; left out: preset "realistic" seed = [0, 1]
+    [[drift]]                                         # made streams, or stream_file = "layer3.safetensors"
+    family = "gated_delta"
+    alpha = [0.9, 0.99]                               # given: preset "evidence"; left out: "realistic"
+    seed = [0, 1]
 
     [[eval]]
     model = "builtin:tiny-mamba2"                     # or a model folder
@@ -43,8 +44,6 @@ from quantlab.sweep.jobs import RUNNERS, Job
 
 BASELINE = "fp32@1"
 BUILTIN_MODELS = ("builtin:tiny-gated-delta", "builtin:tiny-mamba2")
-# (value_dim, key_dim) of one head where a block leaves them out: the defaults of synthetic_stream.
-HEAD_SIZES = {"mamba2": (64, 128), "gated_delta": (128, 128), "kimi_delta": (128, 128), "mamba1": (64, 16)}
 STREAM_FIELDS = ("preset", "alpha", "heads", "sequences", "steps", "seed", "value_dim", "key_dim")
 
 Count = Annotated[int, pydantic.Field(gt=0)]
@@ -251,7 +250,9 @@ def _streams(block: DriftBlock, where: str, base: Path) -> list[dict[str, Any]]:
             "a decay per step, which preset evidence needs" if block.alpha is None else 'preset = "evidence"'
         )
         raise InputError(f"spec {where}.alpha", block.alpha, expected)
-    value_dim, key_dim = HEAD_SIZES.get(block.family, (128, 128))
+    from quantlab.drift.streams import DEFAULT_SHAPE
+
+    value_dim, key_dim = DEFAULT_SHAPE[block.family]
     return [
         {
             "preset": preset,
