@@ -67,6 +67,11 @@ class Format:
         return self.text
 
     @property
+    def rounding(self) -> rounding.Rounding:
+        """How an element is rounded; what overflow does is the element's own (table.py)."""
+        return rounding.Rounding.STOCHASTIC if self.stochastic else rounding.Rounding.NEAREST
+
+    @property
     def rounded(self) -> bool:
         """False if a float32 tensor passes through unchanged."""
         return self.name not in _PLAIN_DTYPES

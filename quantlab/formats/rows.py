@@ -1,6 +1,7 @@
 """The table of formats for people: README and command line print it."""
 
 from quantlab.formats.grammar import parse
+from quantlab.formats.rounding import Rounding
 from quantlab.formats.table import FORMATS, Integer, Scaling
 
 
@@ -14,7 +15,7 @@ def format_rows(shape: tuple[int, int] = (128, 128)) -> list[dict[str, object]]:
         kind = "integer" if isinstance(element, Integer) else "float"
         if row.scaling is not Scaling.NONE:
             kind = f"{kind}, scaled" if row.scaling is Scaling.FLOAT32 else f"{kind}, block-scaled"
-        modes = ["none"] if not fmt.rounded else ["nearest", "stochastic"]
+        modes = [rounding.value for rounding in Rounding] if fmt.rounded else ["none"]
         if row.scaling is not Scaling.NONE:
             modes.append("error feedback")
         rows.append(

@@ -7,6 +7,7 @@ import torch
 
 from quantlab.errors import InputError
 from quantlab.formats import format_rows, parse
+from quantlab.formats.rounding import Rounding
 from quantlab.formats.table import FORMATS, PLANNED_FORMATS
 
 CANONICAL = {
@@ -40,6 +41,7 @@ def test_fields():
     assert (fmt.stochastic, fmt.random_bits, fmt.rounded) == (False, None, True)
     fmt = parse("fp16+sr13")
     assert (fmt.granularity, fmt.stochastic, fmt.random_bits, fmt.error_feedback) == (None, True, 13, None)
+    assert (parse("fp16+sr").rounding, parse("fp16").rounding) == (Rounding.STOCHASTIC, Rounding.NEAREST)
     assert parse("fp16+sr").random_bits is None
     assert parse("int8").granularity == "row"
 

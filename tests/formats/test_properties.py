@@ -119,7 +119,7 @@ def test_the_bare_block_scale_does_not_commute_with_powers_of_two():
 @search
 @given(x=states())
 def test_requantising_a_float32_scale_changes_nothing(text, x):
-    """RN(RN(qmax * s) / qmax) = s for every s that is itself RN(amax / qmax): see the exhaustive test below."""
+    """RN(RN(qmax * s) / qmax) = s for every s that is RN(amax / qmax): the exhaustive test below."""
     fmt = parse(text)
     first = fmt.quantize(torch.from_numpy(x))
     again = fmt.quantize(fmt.dequantize(first))
