@@ -157,7 +157,7 @@ class PolicyScan:
         return answer[:rows]
 
     def predicted_output_error(self) -> float | None:
-        """The pooled output error that independent rounding predicts; None with error feedback."""
+        """The pooled output error that independent rounding predicts; None with error feedback or no rounding."""
         policy = self.policy
         if policy.checkpoint.error_feedback:
             return None
@@ -169,4 +169,4 @@ class PolicyScan:
                     gain = getattr(gains[policy.window, is_scaled(store)], part)
                     error += relative_rounding_error(store, states, self.seed) ** 2 * gain
             reference += float(outputs[:, outputs.shape[1] // 2 :].square().sum())
-        return (error / reference) ** 0.5
+        return (error / reference) ** 0.5 if error > 0 else None

@@ -128,7 +128,7 @@ class DriftResult:
             "steady": bool(steady),
             "predicted_state_error": pooled(run.prediction.state[half], state),
             "predicted_output_error": predicted,
-            "prediction_note": _prediction_note(error, predicted, steady),
+            "prediction_note": _prediction_note(error, predicted, bias, steady),
             "diverged_at": run.diverged_at,
             "exercised": run.exercised,
             "warning": _exercise_warning(run.exercised),
@@ -339,7 +339,7 @@ def _lost_at(error: NDArray, reference: NDArray, span: int = 16) -> int | None:
     return int(lost[0]) * span + 1 if len(lost) else None
 
 
-def _prediction_note(error: float, predicted: float, steady: bool) -> str | None:
+def _prediction_note(error: float, predicted: float, bias: float, steady: bool) -> str | None:
     """Why the closed form is not to be trusted for this curve, or None if it is within its band."""
     if np.isfinite(error) and error > SMALL_ERROR:
         return f"the error is {error:.2g} of the signal: the closed form holds for small errors"
@@ -347,6 +347,12 @@ def _prediction_note(error: float, predicted: float, steady: bool) -> str | None
         ratio = error / predicted
         if 1 / BAND <= ratio <= BAND:
             return None
+        if ratio > 1 and abs(bias) > 0.3 * error:
+            # Independent errors are orthogonal to the signal; a state that rounding holds still is not.
+            return (
+                f"rounding errors are correlated, not independent: {abs(bias) / error:.0%} of the error lies along the"
+                " signal, as in a state that moves by less than half a unit in the last place and stays where it is"
+            )
         return f"measured / predicted = {ratio:.2g}, outside the band of {BAND}" + (
             "" if steady else "; the error was not steady"
         )
