@@ -25,8 +25,8 @@ _STEP_SIZE_FLOOR = 1e-4
 def build_tiny(kind: str, folder: str | Path, seed: int = 0) -> Path:
     """Write a tiny model and its tokenizer to ``folder`` and return it.
 
-    ``kind``: "mamba2" (two Mamba-2 layers, state 8 heads x 16 x 32) or "gated_delta" (two gated-delta
-    layers and one attention layer, state 4 heads x 16 x 32).  The same kind and seed give the same weights
+    ``kind``: "mamba2" (two Mamba-2 layers, state 4 heads x 16 x 32) or "gated_delta" (two gated-delta
+    layers and one attention layer, state 4 heads x 8 x 32).  The same kind and seed give the same weights
     with every supported release of transformers.  Raises InputError for another kind.
     """
     if kind not in TINY_KINDS:
@@ -76,9 +76,9 @@ def _mamba2(common: dict[str, Any]) -> Any:
 
     return Mamba2ForCausalLM(
         Mamba2Config(
-            hidden_size=64,
+            hidden_size=32,
             num_hidden_layers=2,
-            num_heads=8,
+            num_heads=4,
             head_dim=16,
             state_size=32,
             n_groups=2,
@@ -94,17 +94,17 @@ def _gated_delta(common: dict[str, Any]) -> Any:
 
     return Qwen3_5ForCausalLM(
         Qwen3_5TextConfig(
-            hidden_size=64,
-            intermediate_size=96,
+            hidden_size=32,
+            intermediate_size=64,
             num_hidden_layers=3,
             layer_types=["linear_attention", "linear_attention", "full_attention"],
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
             head_dim=16,
             linear_num_key_heads=2,
             linear_num_value_heads=4,
             linear_key_head_dim=32,
-            linear_value_head_dim=16,
+            linear_value_head_dim=8,
             max_position_embeddings=8192,
             **common,
         )
