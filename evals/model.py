@@ -54,31 +54,33 @@ class QuantlabLM(_HFLM):
             raise InputError(
                 "batch_size", batch_size, "a whole number of at least 1 (auto probes the full context)"
             )
-        if scoring not in SCORINGS:
-            raise unknown_name("scoring", scoring, SCORINGS)
+        self.check_scoring(scoring, parse_policy(policy))
         if isinstance(pretrained, str) and Path(pretrained).is_dir():
             # lm-eval looks a relative path up as a repository name on the network.
             pretrained = str(Path(pretrained).resolve())
         kwargs.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         kwargs.setdefault("softmax_dtype", "float32")
         self.scoring = scoring
-        self._checked_policy(policy)
         super().__init__(pretrained=pretrained, batch_size=int(batch_size), **kwargs)
         self.use_policy(policy, seed=int(seed))
 
     def use_policy(self, policy: str | Policy, *, seed: int = 0) -> None:
         """Score everything from here on under ``policy``, with a fresh report; the model stays loaded."""
-        self.interception = Interception(self.model, self._checked_policy(policy), seed=seed)
+        parsed = parse_policy(policy)
+        self.check_scoring(self.scoring, parsed)
+        self.interception = Interception(self.model, parsed, seed=seed)
         self.seed = seed
         self._warning: str | None = None
 
-    def _checked_policy(self, policy: str | Policy) -> Policy:
-        parsed = parse_policy(policy)
-        if self.scoring == "prefill" and (parsed.checkpoint.rounded or parsed.read_copy is not None):
+    @staticmethod
+    def check_scoring(scoring: str, policy: Policy) -> None:
+        """InputError for an unknown way of scoring, and for one that would leave ``policy`` inert."""
+        if scoring not in SCORINGS:
+            raise unknown_name("scoring", scoring, SCORINGS)
+        if scoring == "prefill" and (policy.checkpoint.rounded or policy.read_copy is not None):
             raise InputError(
-                "scoring", self.scoring, f"decode or boundary: a prefill never touches policy {parsed}"
+                "scoring", scoring, f"decode or boundary: a prefill never touches policy {policy}"
             )
-        return parsed
 
     @property
     def max_length(self) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROWS = 64
 CANARY = "made-up rows; not from GPQA"
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "Record ID",
     "High-level domain",
     "Subdomain",
@@ -51,8 +51,8 @@ SUBJECTS = (
     (
         "Chemistry",
         "Invented minerals",
-        "On the invented island of Ostrelle Minor the mineral {name} turns {first} in cold brine and {second} in warm "
-        "oil. Which colour does the handbook of {place} name after both?",
+        "On the invented island of Ostrelle Minor the mineral {name} turns {first} in cold brine and "
+        "{second} in warm oil. Which colour does the handbook of {place} name after both?",
         COLOURS,
     ),
     (
@@ -65,8 +65,8 @@ SUBJECTS = (
     (
         "Biology",
         "Invented plants",
-        "The {name} fern of {place} on Ostrelle Minor opens {count} {first} fronds at dusk and closes {less} of "
-        "them by dawn. Which visitor does the almanac say it waits for?",
+        "The {name} fern of {place} on Ostrelle Minor opens {count} {first} fronds at dusk and closes "
+        "{less} of them by dawn. Which visitor does the almanac say it waits for?",
         (
             "the dune moth",
             "the lamp beetle",
