@@ -1,5 +1,6 @@
 """How an error grows with the number of decoded tokens: pooling, the growth exponent and its interval."""
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +46,7 @@ def pooled_curve(
     error_squared, reference_squared: (steps, units); bins without a measured value are left out.
     """
     centres, values = [], []
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in itertools.pairwise(edges):
         start, stop = low - 1, (high if high == edges[-1] else high - 1)
         value = pooled(error_squared[start:stop], reference_squared[start:stop])
         if np.isfinite(value):
@@ -54,19 +55,25 @@ def pooled_curve(
     return np.asarray(centres), np.asarray(values)
 
 
-def growth(error_squared: NDArray, reference_squared: NDArray, *, seed: int = 0) -> Growth:
+def growth(error_squared: NDArray, reference_squared: NDArray, *, window: int = 1, seed: int = 0) -> Growth:
     """The growth exponent of a run, with a bootstrap interval over units.
 
-    error_squared, reference_squared: (steps, units), units = heads x sequences; every entry finite.
+    error_squared, reference_squared: (steps, units), units = heads x sequences; every entry finite.  window: of the
+    policy; bins hold whole windows, so that the sawtooth between two flushes is not taken for growth.  NaN if the run
+    is too short for three bins.
     """
     steps, units = error_squared.shape
-    edges = log_bins(max(1, steps // 8), steps, BINS)
-    if len(edges) < 3:
+    windows = steps // window
+    if windows < 3:
         return Growth(float("nan"), None, None)
-    starts = edges[:-1] - 1
-    error = np.add.reduceat(error_squared, starts, axis=0)
-    reference = np.add.reduceat(reference_squared, starts, axis=0)
-    centres = np.log(np.sqrt(edges[:-1] * np.append(edges[1:-1] - 1, edges[-1])))
+    edges = log_bins(max(1, windows // 8), windows, BINS) * window + 1
+    if len(edges) < 4:
+        return Growth(float("nan"), None, None)
+    # Bin i holds the steps edges[i] .. edges[i + 1] - 1, counted from 1.
+    last = int(edges[-1]) - 1
+    error = np.add.reduceat(error_squared[:last], edges[:-1] - 1, axis=0)
+    reference = np.add.reduceat(reference_squared[:last], edges[:-1] - 1, axis=0)
+    centres = np.log(np.sqrt(edges[:-1] * (edges[1:] - 1)))
     centred = centres - centres.mean()
 
     def slopes(weights: NDArray) -> NDArray:

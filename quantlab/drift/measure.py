@@ -68,8 +68,9 @@ class DriftResult:
 
     @property
     def table(self):
-        """Tidy pandas table: step, sequence, head, policy, state_error, read_error, output_error (relative to the norm of
-        the exact value in the same head and step), output_reference, state_reference (those norms)."""
+        """Tidy pandas table: step, sequence, head, policy, the errors (state_error, read_error, output_error, relative
+        to the norm of the exact value in the same head and step), and those norms (output_reference, state_reference).
+        """
         import pandas as pd
 
         return pd.concat([self.policy_table(run) for run in self.runs], ignore_index=True)
@@ -103,7 +104,7 @@ class DriftResult:
         """Growth exponent of the run's output error; NaN where the run turned NaN."""
         if not np.isfinite(run.output_error).all():
             return Growth(float("nan"), None, None)
-        return growth(run.output_error, self.output_reference)
+        return growth(run.output_error, self.output_reference, window=run.policy.window)
 
     def metrics(self, run: PolicyRun) -> dict[str, Any]:
         """The numbers of one run; errors are pooled over the second half of the steps and all heads."""
@@ -127,7 +128,7 @@ class DriftResult:
             "steady": bool(steady),
             "predicted_state_error": pooled(run.prediction.state[half], state),
             "predicted_output_error": predicted,
-            "prediction_note": _prediction_note(error, predicted, steady),
+            "prediction_note": _prediction_note(error, predicted, bias, steady),
             "diverged_at": run.diverged_at,
             "exercised": run.exercised,
             "warning": _exercise_warning(run.exercised),
@@ -278,7 +279,9 @@ class _Tracker:
         stride = -(-STATE_STRIDE // policy.window) * policy.window
         spaced = set(log_bins(1, stream.steps, CURVE_BINS).tolist())
         self.measured = {
-            n for n in range(1, stream.steps + 1) if dense or n % stride == 0 or n in spaced or n == stream.steps
+            n
+            for n in range(1, stream.steps + 1)
+            if dense or n % stride == 0 or n in spaced or n == stream.steps
         }
 
     def step(self, t: int, inputs, output, shadow) -> None:
@@ -336,7 +339,7 @@ def _lost_at(error: NDArray, reference: NDArray, span: int = 16) -> int | None:
     return int(lost[0]) * span + 1 if len(lost) else None
 
 
-def _prediction_note(error: float, predicted: float, steady: bool) -> str | None:
+def _prediction_note(error: float, predicted: float, bias: float, steady: bool) -> str | None:
     """Why the closed form is not to be trusted for this curve, or None if it is within its band."""
     if np.isfinite(error) and error > SMALL_ERROR:
         return f"the error is {error:.2g} of the signal: the closed form holds for small errors"
@@ -344,6 +347,12 @@ def _prediction_note(error: float, predicted: float, steady: bool) -> str | None
         ratio = error / predicted
         if 1 / BAND <= ratio <= BAND:
             return None
+        if ratio > 1 and abs(bias) > 0.3 * error:
+            # Independent errors are orthogonal to the signal; a state that rounding holds still is not.
+            return (
+                f"rounding errors are correlated, not independent: {abs(bias) / error:.0%} of the error lies along the"
+                " signal, as in a state that moves by less than half a unit in the last place and stays where it is"
+            )
         return f"measured / predicted = {ratio:.2g}, outside the band of {BAND}" + (
             "" if steady else "; the error was not steady"
         )

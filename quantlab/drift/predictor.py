@@ -33,8 +33,9 @@ BAND = 1.4
 SMALL_ERROR = 0.5
 # One float32 operation: relative RMS of rounding a value whose mantissa is log-uniform, 2^-24 / sqrt(3) * 0.74.
 FLOAT32_NOISE = 2.0**-24 / np.sqrt(3) * 0.74
-# In powers of that: a fold multiplies and adds once; a read sums key_dim products.  A partial sum of i of them has power
-# i / key_dim of the result, so two accumulators of key_dim / 2 additions each make key_dim / 4, plus 1 for the products.
+# In powers of that: a fold multiplies and adds once; a read sums key_dim products.  A partial sum of i of them has
+# power i / key_dim of the result, so two accumulators of key_dim / 2 additions each make key_dim / 4, and the
+# products 1 more.
 FOLD_OPERATIONS = 2.0
 
 
@@ -76,7 +77,7 @@ class Prediction:
 def steady_output_error(policy: "str | Policy", family: str, alpha: float, key_dim: int = 128) -> float:
     """Relative output error of a long run at constant decay ``alpha`` (mean write strength of the evidence preset).
 
-    Infinite where rounding noise outgrows the decay: eps^2 >= 1 - rho^L.
+    Infinite where rounding noise outgrows the decay: rho^L (1 + eps^2) >= 1, which is eps^2 >= 1 - rho^L for small eps.
     """
     policy = parse_policy(policy)
     # beta = sigmoid(N(0, 1)): E[2 beta - beta^2] = 1 - E[(1 - beta)^2] = 1 - E[beta^2].
@@ -100,9 +101,11 @@ def steady_output_error(policy: "str | Policy", family: str, alpha: float, key_d
         key_dim=key_dim,
     )
     noise = {part: np.array([value]) for part, value in gaussian_noise(policy, key_dim).items()}
+    # Each store adds noise in proportion to what is stored, error included; feedback takes the rounding back again.
+    if not policy.checkpoint.error_feedback and rho**policy.window * (1 + noise["checkpoint"] ** 2) >= 1:
+        return float("inf")
     cycle = predict_curve(policy, family, stats, noise).output[-policy.window :]
-    value = float(np.sqrt(cycle.mean() / (power / key_dim)))
-    return value if value < 1e3 else float("inf")
+    return float(np.sqrt(cycle.mean() / (power / key_dim)))
 
 
 def predict_curve(
@@ -131,7 +134,10 @@ def predict_curve(
 
     exact = np.zeros(units)  # error power of the checkpoint; with feedback, of checkpoint plus residual
     held = np.zeros(units)  # power of the residual that error feedback held back at the last store
-    fade, shrink = np.ones(units), np.ones(units)  # decay since that store: of an error's power, of an amplitude
+    fade, shrink = (
+        np.ones(units),
+        np.ones(units),
+    )  # decay since that store: of an error's power, of an amplitude
     carried = np.zeros(units)  # power that derived d have carried from the read copy into the window
     scale = np.zeros(units)  # amplitude of the error that a decay rounded to float32 leaves along the state
     stored = stats.start
@@ -211,10 +217,9 @@ def rounding_noise(format: Format, state: torch.Tensor) -> torch.Tensor:
         return torch.zeros(state.shape[:2], dtype=torch.float64)
     words = None
     if format.stochastic:
-        batch = state.shape[0]
-        words = random_words(
-            tuple(state.shape), 1, torch.zeros(batch, dtype=torch.int64), torch.arange(batch), 0, 0
-        )
+        batch, heads, value_dim, key_dim = state.shape
+        numbers = torch.zeros(batch, dtype=torch.int64)
+        words = random_words((batch, heads, value_dim, key_dim), 1, numbers, torch.arange(batch), 0, 0)
     residual = torch.zeros_like(state) if format.error_feedback else None
     encoded = format.quantize(state, words, residual)
     error = (format.dequantize(encoded).double() - state.double()).flatten(2).norm(dim=-1)

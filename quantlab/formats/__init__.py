@@ -4,11 +4,12 @@ from quantlab.formats.format import Encoded, Format
 from quantlab.formats.grammar import parse
 from quantlab.formats.packing import pack_nibbles, unpack_nibbles
 from quantlab.formats.random import philox_4x32, random_words
-from quantlab.formats.rows import format_rows
+from quantlab.formats.rows import format_markdown, format_rows
 
 __all__ = [
     "Encoded",
     "Format",
+    "format_markdown",
     "format_rows",
     "pack_nibbles",
     "parse",

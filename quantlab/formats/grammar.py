@@ -20,8 +20,8 @@ from quantlab.formats.table import (
 def parse(text: str) -> Format:
     """The format named by ``text``, e.g. "nvfp4", "fp16+sr13", "int8:block32+ef.bf16".
 
-    InputError (argument "format") for an unknown name, granularity or modifier, for one that is not built yet,
-    and for a modifier that the format cannot take.
+    InputError (argument "format") for a name, granularity or modifier that is unknown or not built yet, and
+    for a modifier that the format cannot take.
     """
     head, *modifiers = text.split("+")
     name, colon, granularity = head.partition(":")

@@ -5,7 +5,6 @@ up iff floor(delta * 2^bits) + r >= 2^bits (the rule of the hardware conversions
 """
 
 from enum import Enum
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def round_units(units: Tensor, words: Tensor | None, bits: int) -> Tensor:
-    """Round float64 ``units`` to an integer (int64): to nearest even, or stochastically if ``words`` are given.
+    """Round float64 ``units`` to int64: to nearest even, or stochastically if ``words`` are given.
 
     Exact while |units| * 2^bits < 2^62.
     """
@@ -41,8 +40,8 @@ def encode_element(
 ) -> Tensor:
     """Codes (int64) of x (float32 or float64).  One rounding, straight from x; the sign of zero is kept.
 
-    NaN becomes the positive quiet NaN with the sign of x, or, where the element has no NaN, code 0: the caller
-    refuses such input.  Stochastic rounding acts on the magnitude.
+    NaN becomes the quiet NaN with the sign of x, or, where the element has no NaN, a zero: the caller refuses
+    such input.  Stochastic rounding acts on the magnitude.
     """
     x = x.to(torch.float64)
     nan = torch.isnan(x)
@@ -80,22 +79,10 @@ def decode_fields(codes: Tensor, element: Element) -> Tensor:
     return torch.where(codes >= element.sign_code, -value, value)
 
 
-@lru_cache(maxsize=32)
-def decode_table(element: Element, device: torch.device) -> Tensor:
-    """float32 (2^bits,): the value of every code."""
-    return decode_fields(torch.arange(2**element.bits, device=device), element).to(torch.float32)
-
-
-def decode_element(codes: Tensor, element: Element) -> Tensor:
-    """float32 values of the codes (any integer dtype; a signed view of the bits is fine)."""
-    index = codes.to(torch.int64) & (2 * element.sign_code - 1)
-    return decode_table(element, codes.device)[index]
-
-
 def encode_integer(
     x: Tensor, integer: Integer, words: Tensor | None = None, bits: int = EXACT_BITS
 ) -> Tensor:
-    """Integer codes (int64) of x, clamped to +-max.  Stochastic rounding is floor(x + u), toward -Inf or +Inf."""
+    """Integer codes (int64) of x, clamped to +-max.  Stochastic rounding is floor(x + u), of the signed x."""
     bound = integer.max + 1
     units = x.to(torch.float64).clamp(-bound, bound)
     return round_units(units, words, bits).clamp(-int(integer.max), int(integer.max))

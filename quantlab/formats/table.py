@@ -1,7 +1,7 @@
-"""What a stored number is: one row per element and one row per named format; every constant is derived.
+"""What a stored number is: a row per element and a row per format; every constant is derived.
 
-An element is a bit layout (sign, exponent, mantissa) or a symmetric integer.  A format stores elements, with or
-without shared scales.  The next element format is one row in ``ELEMENTS`` and, to be named, one in ``FORMATS``.
+An element is a bit layout (sign, exponent, mantissa) or a symmetric integer.  A format stores elements, with
+or without shared scales.  A float element is a format by itself as soon as it has a row in ``_ELEMENTS``.
 """
 
 from dataclasses import dataclass
@@ -100,13 +100,13 @@ class Element:
 
     @property
     def eps(self) -> float:
-        """Distance from 1 to the next number; the largest relative rounding error of a normal is half of it."""
+        """Distance from 1 to the next number; half of it bounds the relative error of a normal."""
         return 2.0**-self.mantissa_bits
 
 
 @dataclass(frozen=True)
 class Integer:
-    """A symmetric integer element: -(2^(bits-1) - 1) .. 2^(bits-1) - 1; the most negative code is never used."""
+    """A symmetric integer: -(2^(bits-1) - 1) .. 2^(bits-1) - 1; the most negative code is never used."""
 
     name: str
     bits: int
@@ -130,7 +130,7 @@ class Integer:
 
 @dataclass(frozen=True)
 class FormatRow:
-    """A named format: its element, how it is scaled, and the granularities of its FP32 scale, default first."""
+    """A named format: its element, its scaling, and the granularities of its FP32 scale, default first."""
 
     name: str
     element: Element | Integer
@@ -150,16 +150,11 @@ _ELEMENTS = (
     Integer("int8", 8),
 )
 ELEMENTS: dict[str, Element | Integer] = {element.name: element for element in _ELEMENTS}
+FLOAT_ELEMENTS: dict[str, Element] = {e.name: e for e in _ELEMENTS if isinstance(e, Element)}
 
 _FP32_SCALE = (Scaling.FLOAT32, ("row", "block32"))
 _FORMATS = (
-    FormatRow("fp64", ELEMENTS["fp64"]),
-    FormatRow("fp32", ELEMENTS["fp32"]),
-    FormatRow("bf16", ELEMENTS["bf16"]),
-    FormatRow("fp16", ELEMENTS["fp16"]),
-    FormatRow("e5m2", ELEMENTS["e5m2"]),
-    FormatRow("e4m3", ELEMENTS["e4m3"]),
-    FormatRow("e2m1", ELEMENTS["e2m1"]),
+    *(FormatRow(element.name, element) for element in FLOAT_ELEMENTS.values()),
     FormatRow("fp8_e4m3", ELEMENTS["e4m3"], *_FP32_SCALE),
     FormatRow("fp8_e5m2", ELEMENTS["e5m2"], *_FP32_SCALE),
     FormatRow("int8", ELEMENTS["int8"], *_FP32_SCALE),

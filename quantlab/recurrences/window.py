@@ -28,11 +28,15 @@ def fold(recurrence: Recurrence, base: Tensor, records: Records, rates: Tensor |
     if len(records) == 0:
         return base
     heads = base.shape[1]
-    factor = recurrence.decay(records.log_decay.sum(1), rates)
     k = expand_groups(records.k, heads, 2)
     if recurrence.elementwise_decay:
-        weights = recurrence.decay(_suffix(records.log_decay), rates)
-        return factor * base + torch.einsum("bjhv,bjhk,bjhvk->bhvk", records.d, k, weights)
+        # Record by record: as many exponentials as the closed sum, a third of its memory traffic.
+        state = base
+        for j in range(len(records)):
+            decayed = recurrence.decay(records.log_decay[:, j], rates) * state
+            state = torch.addcmul(decayed, records.d[:, j, ..., None], k[:, j, ..., None, :])
+        return state
+    factor = recurrence.decay(records.log_decay.sum(1), rates)
     d = records.d * torch.exp(_suffix(records.log_decay))[..., None]
     return torch.baddbmm(
         (factor * base).flatten(0, 1),
@@ -78,7 +82,9 @@ def solve_deltas(recurrence: Recurrence, base: Tensor, records: Records) -> Tens
     which is the chunk form of the delta rule (arXiv 2406.06484, eq. 9-11) and gives the deltas that a step-by-step
     run from ``base`` would write.
     """
-    assert recurrence.delta_rule and records.v is not None and records.beta is not None
+    assert recurrence.delta_rule
+    assert records.v is not None
+    assert records.beta is not None
     heads = base.shape[1]
     k = expand_groups(records.k, heads, 2).transpose(1, 2)
     cumulative = records.log_decay.cumsum(1).transpose(1, 2)

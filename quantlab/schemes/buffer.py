@@ -101,5 +101,6 @@ def with_current(records: Records, inputs: StepInputs, d: Tensor | None, *, raw:
         return None if new is None else torch.cat([old, new], 1)
 
     k, log_decay = join("k"), join("log_decay")
-    assert k is not None and log_decay is not None
+    assert k is not None
+    assert log_decay is not None
     return Records(k, join("d"), log_decay, join("v"), join("beta"))

@@ -110,7 +110,8 @@ def ledger(policy: Policy, recurrence: Recurrence, shape: StateShape) -> ByteLed
         "residual": residual,
         "buffer": float(kept_record * steps),
     }
-    return ByteLedger(*({n: v for n, v in part.items() if v} for part in (read, written, held)), shape.values)
+    nonzero = [{name: value for name, value in part.items() if value} for part in (read, written, held)]
+    return ByteLedger(nonzero[0], nonzero[1], nonzero[2], shape.values)
 
 
 def uses_raw(policy: Policy, recurrence: Recurrence) -> bool:

@@ -30,10 +30,11 @@ class DecodeState:
 
     One formula serves every policy.  A step whose window is not full reads
 
-        o = decay * (read copy + window) q + d (k . q)        d = beta (v - decay * (read copy + window) k)   [delta rule]
+        o = decay * (read copy + window) q + d (k . q)
+        d = v, or for a delta rule beta (v - decay * (read copy + window) k)
 
-    (the checkpoint in place of the read copy where there is none, or for k with ``key_read=checkpoint``) and records the
-    token.  The step that fills the window is a flush: the checkpoint, the window and the current token are folded,
+    (the checkpoint in place of the read copy where there is none, or for k with ``key_read=checkpoint``) and records
+    the token.  The step that fills the window is a flush: the checkpoint, the window and the current token are folded,
     the output is read from that unrounded fold (``flush_read=exact``), the fold is rounded and stored, and the read
     copy is encoded from the stored checkpoint.  With ``contents=raw`` the fold first re-derives every d from the
     checkpoint, so that read errors never enter it; with ``contents=derived`` it takes the d that the reads produced.
@@ -172,7 +173,7 @@ class DecodeState:
         return {"checkpoint": counts["checkpoint"], "read_copy": counts.get("read_copy")}
 
     def save(self) -> dict[str, Tensor]:
-        """Everything that a restart needs, as tensors: stored bits, window, cursors, counters, and a ``meta`` text."""
+        """All that a restart needs, as tensors: stored bits, window, cursors, counters, and a ``meta`` text."""
         meta = {
             "version": SAVE_VERSION,
             "policy": str(self.policy),

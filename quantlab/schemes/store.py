@@ -98,7 +98,10 @@ class Store:
     def _words(self, shape: torch.Size, numbers: Tensor, ids: Tensor) -> Tensor | None:
         if not self.format.stochastic:
             return None
-        return random_words(tuple(shape), self.seed, numbers, ids, self.layer, self.part)
+        batch, heads, value_dim, key_dim = shape
+        return random_words(
+            (batch, heads, value_dim, key_dim), self.seed, numbers, ids, self.layer, self.part
+        )
 
     def _encode(self, dense: Tensor, residual: Tensor | None, numbers: Tensor, ids: Tensor) -> Encoded:
         if self.format.error_feedback and residual is None:

@@ -1,0 +1,76 @@
+"""The runner of eval points: points that share everything but the policy share one loaded model."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from quantlab.errors import InputError, unknown_name
+from quantlab.evals.preflight import check_model_folder, check_policies
+from quantlab.evals.run import Evaluation
+
+BUILTIN_MODELS = {"builtin:tiny-mamba2": "mamba2", "builtin:tiny-gated-delta": "gated_delta"}
+_DEFAULTS = {"data": None, "batch_size": 32, "limit": None, "seed": 0, "scoring": "decode"}
+
+
+def run_points(
+    points: list[dict[str, Any]], *, threads: int, on_progress: Callable[..., None]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield (point, record without environment) for each point, in order.
+
+    A point: kind "eval", policy, model (a folder, or a name of ``BUILTIN_MODELS``, built on the spot and
+    removed afterwards), tasks, and optionally data, batch_size, limit, seed, scoring.  All points of a call
+    agree in everything but the policy.  ``on_progress(done, total)`` counts points.  Raises InputError for
+    points that differ in more, and for whatever ``run_eval`` refuses before it runs; a policy that the
+    documents did not exercise becomes a record with status "not_exercised".
+    """
+    if not points:
+        return
+    import torch
+
+    torch.set_num_threads(threads)
+    shared = {key: value for key, value in points[0].items() if key != "policy"}
+    for point in points:
+        if {key: value for key, value in point.items() if key != "policy"} != shared:
+            raise InputError("points", point, "points that differ in the policy only")
+    options = _DEFAULTS | shared
+    policies = {point["policy"]: check_policies([point["policy"]])[0] for point in points}
+    with ExitStack() as stack:
+        folder = _model_folder(options["model"], stack)
+        evaluation = Evaluation(
+            folder,
+            list(policies.values()),
+            options["tasks"],
+            options["data"],
+            options["batch_size"],
+            options["limit"],
+            options["seed"],
+            options["scoring"],
+        )
+        for done, point in enumerate(points):
+            on_progress(done, len(points))
+            try:
+                record, _ = evaluation.run(policies[point["policy"]])
+            except InputError as error:
+                if error.argument != "policy":
+                    raise
+                record = {"kind": "eval", "status": "not_exercised", "message": str(error), "metrics": {}}
+            yield point, {**record, "point": point}
+        on_progress(len(points), len(points))
+
+
+def run_point(point: dict[str, Any], *, threads: int = 1) -> dict[str, Any]:
+    """The record (without environment) of a single point."""
+    return next(run_points([point], threads=threads, on_progress=lambda *_: None))[1]
+
+
+def _model_folder(model: str, stack: ExitStack) -> Path:
+    if not model.startswith("builtin:"):
+        return check_model_folder(model)
+    if model not in BUILTIN_MODELS:
+        raise unknown_name("model", model, BUILTIN_MODELS)
+    from quantlab.models import build_tiny
+
+    parent = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quantlab-")))
+    return build_tiny(BUILTIN_MODELS[model], parent / model.partition(":")[2])

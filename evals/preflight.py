@@ -1,0 +1,95 @@
+"""What can be known to be wrong with an evaluation before a model runs and before anything is written."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quantlab.errors import InputError, unknown_name
+from quantlab.evals.gpqa import read_rows
+from quantlab.evals.plugin import TASK_FOLDER
+from quantlab.schemes import Policy, parse_policy
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def check_policies(policies: Sequence[str | Policy]) -> list[Policy]:
+    """The parsed policies, each once.  InputError for a bad text or an empty list."""
+    parsed = list(dict.fromkeys(parse_policy(policy) for policy in policies))
+    if not parsed:
+        raise InputError("policies", list(policies), "at least one policy")
+    return parsed
+
+
+def check_model_folder(folder: str | Path) -> Path:
+    """InputError unless ``folder`` holds a readable config.json, weights and a tokenizer."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError("model", str(folder), "a folder with a Hugging Face model")
+    if not any(list(folder.glob(pattern)) for pattern in _WEIGHTS):
+        raise InputError("model", str(folder), f"weights in the folder ({' or '.join(_WEIGHTS)})")
+    from transformers import AutoConfig, AutoTokenizer
+
+    for part, loader in (("config", AutoConfig), ("tokenizer", AutoTokenizer)):
+        try:
+            loader.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # whatever a broken file raises inside the library
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise InputError("model", str(folder), f"a readable {part} ({reason})") from error
+    return folder
+
+
+def check_tasks(tasks: Sequence[str], data: str | Path | None, seed: int) -> Any:
+    """A TaskManager that knows ``tasks``.  InputError for an unknown task and for data that does not fit.
+
+    quantlab's own tasks come from the package; only when another name is asked for is lm-eval's own index
+    read, which takes a quarter of a minute.
+    """
+    if not tasks:
+        raise InputError("tasks", list(tasks), "at least one task")
+    from lm_eval.tasks import TaskManager
+
+    metadata: dict[str, Any] = {"gpqa_seed": seed}
+    if data is not None:
+        read_rows(data)
+        metadata["gpqa_path"] = str(data)
+    options: dict[str, Any] = {"include_path": [str(TASK_FOLDER)], "metadata": metadata}
+    manager = TaskManager(include_defaults=False, **options)
+    own = set(manager.all_tasks)
+    if not set(tasks) <= own:
+        manager = TaskManager(**options)
+        for task in tasks:
+            if task not in manager.all_tasks:
+                raise unknown_name("task", task, own)
+    if own & set(tasks) and data is None:
+        raise InputError("data", None, f"a local GPQA file for {', '.join(sorted(own & set(tasks)))}")
+    return manager
+
+
+def check_requests(lm: Any, policies: Sequence[Policy], tasks: dict[str, Any], limit: int | None) -> None:
+    """Token counts of the prompts against the model's context and the policies' windows.
+
+    InputError for a prompt that does not fit.  Warns where a policy's checkpoint would be stored and read
+    back fewer than twice on the shortest prompt: then the hand-off alone is being measured.
+    """
+    counts = [
+        len(lm.tok_encode(task.doc_to_text(document)))
+        for task in tasks.values()
+        for _, document in task.doc_iterator(rank=0, limit=limit, world_size=1)
+    ]
+    if not counts:
+        raise InputError("tasks", sorted(tasks), "at least one document")
+    if max(counts) > lm.max_length:
+        raise InputError("prompt length", max(counts), f"at most {lm.max_length} tokens, the model's context")
+    if lm.scoring != "decode":
+        return
+    for policy in policies:
+        # The hand-off after the first token, and one store each ``window`` tokens, the last of them read by
+        # nobody.
+        read_back = 1 + (min(counts) - 2) // policy.window
+        if read_back < 2 and (policy.checkpoint.rounded or policy.read_copy is not None):
+            warnings.warn(
+                f"{policy}: the shortest prompt ({min(counts)} tokens) reads back about {max(read_back, 0)} "
+                "store; a smaller window or longer prompts would exercise it",
+                stacklevel=3,
+            )

@@ -1,0 +1,190 @@
+"""Evaluate one model on lm-eval tasks under several policies: one load, one results file a policy."""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quantlab.errors import InputError
+from quantlab.evals.preflight import check_model_folder, check_policies, check_requests, check_tasks
+from quantlab.schemes import Diverged, Policy
+
+
+def run_eval(
+    model: str | Path,
+    policies: Sequence[str | Policy],
+    tasks: Sequence[str],
+    *,
+    data: str | Path | None = None,
+    output: str | Path,
+    batch_size: int = 32,
+    limit: int | None = None,
+    seed: int = 0,
+    scoring: str = "decode",
+    device: str | None = None,
+) -> list[dict[str, Any]]:
+    """Evaluate the model in folder ``model`` under each policy; returns one record (no environment) a policy.
+
+    ``output/<policy file name>/results_<time>.json`` is lm-eval's own results file, with the policy and
+    what it did under "config"; no prompt or answer text is written.  ``data``: local GPQA file for
+    quantlab's tasks.  ``seed`` names the random bits of stochastic rounding and the order of the choices.
+    ``limit``: first documents only.
+
+    Raises InputError, before anything is written, for a model folder, policy, task or data file that cannot
+    be used; and for a policy that the documents do not exercise.
+    """
+    parsed = check_policies(policies)
+    folder = check_model_folder(model)
+    evaluation = Evaluation(folder, parsed, tasks, data, batch_size, limit, seed, scoring, device)
+    records = []
+    for policy in parsed:
+        record, results = evaluation.run(policy)
+        if results is not None:
+            write_results(results, Path(output) / policy.file_name)
+        records.append(record)
+    return records
+
+
+class Evaluation:
+    """A loaded model and its tasks, checked and ready to run under one policy after another."""
+
+    def __init__(
+        self,
+        folder: Path,
+        policies: Sequence[Policy],
+        tasks: Sequence[str],
+        data: str | Path | None,
+        batch_size: int,
+        limit: int | None,
+        seed: int,
+        scoring: str,
+        device: str | None = None,
+    ):
+        self._manager = check_tasks(tasks, data, seed)
+        from quantlab.evals import model
+
+        QuantlabLM: Any = model.QuantlabLM  # lm-eval's decorator hides the type of the class
+
+        where = {} if device is None else {"device": device}
+        self._name, self._tasks, self._limit, self._seed = folder.name, list(tasks), limit, seed
+        self._batch_size = batch_size
+        for policy in policies:
+            QuantlabLM.check_scoring(scoring, policy)
+        self._lm: Any = QuantlabLM(str(folder), policies[0], scoring=scoring, batch_size=batch_size, **where)
+        check_requests(self._lm, policies, self._manager.load(self._tasks)["tasks"], limit)
+
+    def run(self, policy: Policy) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """(record, lm-eval's results without its samples) of one policy; results are None if the state
+        diverged.
+        """
+        import lm_eval
+
+        evaluate: Any = lm_eval.simple_evaluate  # its decorator hides the signature
+
+        started = time.monotonic()
+        point = {
+            "kind": "eval",
+            "policy": str(policy),
+            "model": self._name,
+            "tasks": self._tasks,
+            "limit": self._limit,
+            "seed": self._seed,
+            "scoring": self._lm.scoring,
+        }
+        record: dict[str, Any] = {
+            "kind": "eval",
+            "status": "ok",
+            "message": None,
+            "point": point,
+            "metrics": {},
+        }
+        record |= {"curve": None, "series": None}
+        self._lm.use_policy(policy, seed=self._seed)
+        try:
+            results = evaluate(
+                self._lm,
+                model_args={"pretrained": self._name, "policy": str(policy), "scoring": self._lm.scoring},
+                tasks=self._tasks,
+                task_manager=self._manager,
+                batch_size=self._batch_size,
+                limit=self._limit,
+                log_samples=True,
+                random_seed=self._seed,
+                numpy_random_seed=self._seed,
+                torch_random_seed=self._seed,
+                fewshot_random_seed=self._seed,
+            )
+        except Diverged as error:
+            metrics = self._lm.interception.report.as_dict()
+            diverged = {"status": "diverged", "message": str(error), "metrics": metrics}
+            return record | diverged | {"seconds": time.monotonic() - started}, None
+        if results is None:
+            raise InputError("RANK", os.environ.get("RANK"), "the main process: only rank 0 holds results")
+        plain: dict[str, Any] = json.loads(_dump(results))
+        samples = plain.pop("samples", {})
+        record["message"] = plain["config"]["warning"]
+        record["metrics"] = _metrics(plain, samples)
+        return record | {"seconds": time.monotonic() - started}, plain
+
+
+def write_results(results: dict[str, Any], folder: Path) -> Path:
+    """lm-eval's results file in ``folder``, under lm-eval's own kind of name, all or nothing."""
+    stamp = time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime()) + f".{time.time_ns() % 10**9 // 1000:06d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"results_{stamp}.json"
+    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False, encoding="utf-8") as file:
+        json.dump(results, file, indent=2, ensure_ascii=False)
+    os.replace(file.name, path)
+    return path
+
+
+def _dump(results: Any) -> str:
+    from lm_eval.utils import handle_non_serializable
+
+    return json.dumps(results, default=handle_non_serializable, ensure_ascii=False)
+
+
+def _metrics(results: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Numbers per task, what the policy did, and the documents without their text."""
+    tasks = {
+        task: {
+            **{
+                name.partition(",")[0]: value
+                for name, value in values.items()
+                if isinstance(value, int | float)
+            },
+            "n": results["n-samples"][task]["effective"],
+        }
+        for task, values in results["results"].items()
+        if task in results["n-samples"]
+    }
+    config = results["config"]
+    names = (
+        "exercised",
+        "op_hits",
+        "effective_policy",
+        "bits_per_value",
+        "bytes_per_token",
+        "conv_state_bytes",
+    )
+    names += ("bytes_read_per_token", "bytes_written_per_token", "ledger")
+    return {
+        "tasks": tasks,
+        **{name: config[name] for name in names},
+        "warning": config["warning"],
+        "documents": [_document(task, sample) for task, rows in samples.items() for sample in rows],
+        "lm_eval": results,
+    }
+
+
+def _document(task: str, sample: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"task": task, "hash": sample["doc_hash"]}
+    answers = sample["filtered_resps"]
+    if all(isinstance(answer, list) and len(answer) == 2 for answer in answers):
+        found["loglikelihoods"] = [float(answer[0]) for answer in answers]
+    if "acc" in sample:
+        found["correct"] = bool(sample["acc"])
+    return found

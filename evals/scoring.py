@@ -1,0 +1,135 @@
+"""Teacher-forced decode: the log-likelihood of continuations, every token read through the decode state.
+
+All sequences of a batch start at position 0 and none is padded.  A row leaves the batch when its sequence
+ends and is forked when its context ends, once for each continuation, so at every step every row is a real
+token at the same position.  No mask, no position bookkeeping, no pad token that could leak into a state:
+which sequences share a batch cannot matter.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantlab.models.interception import Interception, cache_keyword, decode_states, select_rows
+
+Score = tuple[float, bool]  # log-likelihood in nats, and whether greedy decoding would have said the same
+
+
+@dataclass(frozen=True)
+class Item:
+    """A context and the continuations to score after it, as token ids; none is empty."""
+
+    context: tuple[int, ...]
+    continuations: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class _Row:
+    item: int
+    choice: int | None  # None while the row is still in its context
+    tokens: tuple[int, ...]
+    total: float = 0.0
+    greedy: bool = True
+
+
+def sequence_id(tokens: tuple[int, ...]) -> int:
+    """A name for a sequence that depends on its tokens alone: stochastic rounding must not see the batch
+    layout.
+    """
+    text = ",".join(map(str, tokens)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 1
+
+
+@torch.no_grad()
+def score_batch(
+    model: nn.Module, interception: Interception, items: list[Item], *, prefill: bool, device: Any = "cpu"
+) -> list[list[Score]]:
+    """Scores of every continuation of every item.
+
+    ``prefill=False`` decodes each context token by token; ``prefill=True`` (contexts of equal length) runs
+    the contexts through one dense prefill, so that the state is rounded once at its end, and decodes the
+    continuations. The softmax is float32 whatever the logits are.
+    """
+    from transformers import DynamicCache
+
+    scores: list[list[Score | None]] = [[None] * len(item.continuations) for item in items]
+    rows = [_Row(index, None, item.context) for index, item in enumerate(items)]
+    cache = DynamicCache(config=model.config)  # pyright: ignore[reportArgumentType]
+    interception.sequence_ids = torch.tensor([sequence_id(item.context) for item in items])
+    step = _Forward(model, cache, device)
+    position = len(items[0].context) if prefill else 1
+    with interception:
+        logits = step([row.tokens[:position] for row in rows], 0)
+        while True:
+            rows, origin, ended = _advance(rows, position, logits, items, scores)
+            if ended:
+                # Every row has read the same number of tokens, so an ended one cannot hide behind the others.
+                for state in decode_states(cache).values():
+                    interception.report.count(state)
+            if not rows:
+                return scores  # pyright: ignore[reportReturnType]
+            if origin is not None:
+                select_rows(cache, torch.tensor(origin, device=device))
+            logits = step([row.tokens[position : position + 1] for row in rows], position)
+            position += 1
+
+
+class _Forward:
+    """One model call on a cache: token ids of every row -> logits (rows, vocabulary) after the last one."""
+
+    def __init__(self, model: nn.Module, cache: Any, device: Any):
+        import inspect
+
+        self._parameters = inspect.signature(model.forward).parameters
+        self._model, self._device = model, device
+        self._fixed = {cache_keyword(model): cache, "use_cache": True}
+
+    def __call__(self, tokens: list[tuple[int, ...]], start: int) -> Tensor:
+        ids = torch.tensor(tokens, device=self._device)
+        extra: dict[str, Any] = {}
+        if "position_ids" in self._parameters:
+            positions = torch.arange(start, start + ids.shape[1], device=self._device)
+            extra["position_ids"] = positions.expand(len(ids), -1)
+        if "logits_to_keep" in self._parameters:
+            extra["logits_to_keep"] = 1
+        return self._model(input_ids=ids, **self._fixed, **extra).logits[:, -1]
+
+
+def _advance(
+    rows: list[_Row], position: int, logits: Tensor, items: list[Item], scores: list[list[Score | None]]
+) -> tuple[list[_Row], list[int] | None, bool]:
+    """Score the tokens at ``position`` and say which rows go on.
+
+    Returns the rows that read on, for each the old row whose state it takes (None: all as before), and
+    whether any row ended here.
+    """
+    if all(row.choice is None and len(row.tokens) > position for row in rows):
+        return rows, None, False
+    branches: list[tuple[int, _Row]] = []  # (old row, the row as it scores its next token)
+    for index, row in enumerate(rows):
+        if row.choice is None and len(row.tokens) == position:
+            for choice, continuation in enumerate(items[row.item].continuations):
+                branches.append((index, _Row(row.item, choice, row.tokens + continuation)))
+        else:
+            branches.append((index, row))
+    scored = [pair for pair in branches if pair[1].choice is not None]
+    at = torch.tensor([index for index, _ in scored], device=logits.device)
+    tokens = torch.tensor([row.tokens[position] for _, row in scored], device=logits.device)
+    distribution = torch.log_softmax(logits.float(), -1)
+    values = distribution[at, tokens].tolist()
+    best = (distribution.argmax(-1)[at] == tokens).tolist()
+    for (_, row), value, agreed in zip(scored, values, best, strict=True):
+        row.total += value
+        row.greedy = row.greedy and agreed
+    going, origin = [], []
+    for index, row in branches:
+        if row.choice is not None and len(row.tokens) == position + 1:
+            scores[row.item][row.choice] = (row.total, row.greedy)
+        else:
+            going.append(row)
+            origin.append(index)
+    unchanged = origin == list(range(len(rows)))
+    return going, None if unchanged else origin, len(going) < len(branches)

@@ -1,0 +1,399 @@
+"""The command line.  One verb a function; bad input ends with one line and exit status 2."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantlab.errors import InputError
+
+app = typer.Typer(
+    name="quantlab",
+    help="In which precision may the recurrent decode state be stored and read?",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+)
+
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy", "-p", help="Policy text, e.g. fp32/nvfp4@16; repeat for several.", metavar="POLICY"
+    ),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="A cut-down study that ends within half a minute.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder for records and report.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")]
+Family = Annotated[str, typer.Option("--family", help="gated_delta, mamba2 or mamba1.")]
+
+
+def _example(text: str) -> str:
+    return f"Example: [bold]quantlab {text}[/bold]"
+
+
+@app.command(epilog=_example("study experiments/quickstart"))
+def study(
+    folder: Annotated[Path, typer.Argument(help="Folder with a study.toml, or the TOML file itself.")],
+    output: Output = None,
+    quick: Quick = False,
+    workers: Annotated[int | None, typer.Option(help="Worker processes (default: all cores).", min=1)] = None,
+) -> None:
+    """Run a study (sweep and report).  The same command resumes one that was interrupted."""
+    from quantlab.report import write_report
+    from quantlab.sweep.run import run_sweep
+
+    spec = folder / "study.toml" if folder.is_dir() else folder
+    if not spec.is_file():
+        raise InputError("study", str(folder), "a folder with a study.toml, or a TOML file")
+    target = output or Path("results") / (spec.parent.resolve().name + ("-quick" if quick else ""))
+    command = f"quantlab study {folder}{' --quick' if quick else ''} --output {target}"
+    summary = run_sweep(spec, target, quick=quick, workers=workers, command=command)
+    typer.echo(summary)
+    typer.echo(f"report: {write_report(target)}")
+
+
+@app.command(epilog=_example("sweep experiments/quickstart/study.toml --output results/mine --shard 1/4"))
+def sweep(
+    spec: Annotated[Path, typer.Argument(help="TOML spec of the study.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the records.")],
+    quick: Quick = False,
+    shard: Annotated[str | None, typer.Option(help="i/n: only the i-th of n parts, counted from 1.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Worker processes (default: all cores).", min=1)] = None,
+) -> None:
+    """Run the points of a spec that have no record yet."""
+    from quantlab.sweep.run import parse_shard, run_sweep
+
+    part = None if shard is None else parse_shard(shard)
+    if not spec.is_file():
+        raise InputError("spec", str(spec), "a TOML file")
+    typer.echo(run_sweep(spec, output, quick=quick, shard=part, workers=workers))
+
+
+@app.command(epilog=_example("report results/quickstart"))
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder that a sweep wrote.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of the page (default: FOLDER).")
+    ] = None,
+) -> None:
+    """Turn records into one self-contained HTML page, with CSV and Parquet beside it."""
+    from quantlab.report import write_report
+
+    typer.echo(write_report(folder, output))
+
+
+@app.command(epilog=_example("drift --family gated_delta --alpha 0.99 -p fp32/nvfp4@16 -p nvfp4@1"))
+def drift(
+    policy: Policies = None,
+    family: Family = "gated_delta",
+    alpha: Annotated[
+        float | None,
+        typer.Option(help="Decay per step of every head (preset evidence); default: realistic heads."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Decoded tokens.", min=1)] = 1024,
+    heads: Annotated[int, typer.Option(help="Heads of the layer.", min=1)] = 8,
+    sequences: Annotated[int, typer.Option(help="Independent sequences.", min=1)] = 2,
+    seed: Annotated[int, typer.Option(help="Of the stream and of stochastic rounding.", min=0)] = 0,
+    preset: Annotated[str | None, typer.Option(help="evidence or realistic.")] = None,
+    beta: Annotated[
+        float | None, typer.Option(help="Constant write strength (gated_delta, preset evidence).")
+    ] = None,
+    value_dim: Annotated[int | None, typer.Option(help="Value dim of a head.", min=1)] = None,
+    key_dim: Annotated[int | None, typer.Option(help="Key dim of a head.", min=1)] = None,
+    stream: Annotated[Path | None, typer.Option(help="A stream file instead of a made stream.")] = None,
+    save_stream: Annotated[Path | None, typer.Option(help="Also write the stream to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the error of policies per decoded token, on one stream, beside a float64 shadow."""
+    from quantlab import drift as drifts
+
+    if stream is not None:
+        made = drifts.load_stream(stream)
+    else:
+        made = drifts.synthetic_stream(
+            family,
+            preset=preset,
+            heads=heads,
+            steps=steps,
+            alpha=alpha,
+            seed=seed,
+            sequences=sequences,
+            value_dim=value_dim,
+            key_dim=key_dim,
+            beta=beta,
+        )
+    if save_stream is not None:
+        drifts.save_stream(made, save_stream)
+    with _progress(f"{made.steps} steps", made.steps) as advance:
+        result = drifts.run_drift(made, policy or ["fp32@1"], seed=seed, on_step=advance)
+    rows = []
+    for run in result.runs:
+        metrics = result.metrics(run)
+        chosen = {"policy": str(run.policy), "status": run.status}
+        rows.append(chosen | {key: metrics[key] for key in _DRIFT_KEYS})
+    if as_json:
+        _print_json(rows)
+        return
+    title = (
+        f"{made.family}, {made.steps} steps, {made.heads} heads x {made.batch}, stream {result.stream_hash}"
+    )
+    _print_table(title, rows, list(_DRIFT_COLUMNS), _DRIFT_COLUMNS)
+    for row in rows:
+        for key in ("warning", "prediction_note"):
+            if row[key]:
+                typer.echo(f"{row['policy']}: {row[key]}")
+
+
+_DRIFT_COLUMNS = {
+    "policy": "policy",
+    "status": "status",
+    "state_error": "state error",
+    "read_error": "read error",
+    "output_error": "output error",
+    "predicted_output_error": "predicted",
+    "growth_exponent": "growth",
+    "growth_ci": "95 % interval",
+    "exercised": "exercised",
+    "bits_per_value": "bits/value",
+    "bytes_per_token": "bytes/token",
+}
+_DRIFT_KEYS = (
+    *(key for key in _DRIFT_COLUMNS if key not in ("policy", "status")),
+    "predicted_state_error",
+    "output_bias",
+    "diverged_at",
+    "effective_policy",
+    "stream_hash",
+    "warning",
+    "prediction_note",
+)
+
+
+@app.command(
+    name="eval", epilog=_example("eval --model DIR -p fp32@1 -p fp32/nvfp4@16 --data gpqa_diamond.csv")
+)
+def evaluate(
+    model: Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.")],
+    policy: Policies = None,
+    tasks: Annotated[
+        str, typer.Option(help="lm-eval task names, comma-separated.")
+    ] = "quantlab_gpqa_diamond_mc",
+    data: Annotated[Path | None, typer.Option(help="Local GPQA file: CSV, JSONL or Parquet.")] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder; one folder a policy inside.")
+    ] = Path("results/eval"),
+    batch_size: Annotated[int, typer.Option(help="Contexts decoded together.", min=1)] = 32,
+    limit: Annotated[int | None, typer.Option(help="Only the first documents.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Choice order and stochastic rounding.", min=0)] = 0,
+    scoring: Annotated[str, typer.Option(help="decode, boundary or prefill.")] = "decode",
+    as_json: Json = False,
+) -> None:
+    """Run lm-eval tasks with the model's decode state under each policy."""
+    from quantlab.evals.run import run_eval
+
+    names = [name for name in tasks.split(",") if name]
+    records = run_eval(
+        model,
+        policy or ["fp32@1"],
+        names,
+        data=data,
+        output=output,
+        batch_size=batch_size,
+        limit=limit,
+        seed=seed,
+        scoring=scoring,
+    )
+    rows = []
+    for record in records:
+        metrics = record["metrics"]
+        row = {"policy": record["point"]["policy"], "status": record["status"]}
+        for task, values in metrics.get("tasks", {}).items():
+            row |= {f"{task} acc": values.get("acc"), f"{task} stderr": values.get("acc_stderr")}
+        keys = ("exercised", "op_hits", "bits_per_value", "bytes_per_token", "warning")
+        rows.append(row | {key: metrics.get(key) for key in keys})
+    if as_json:
+        _print_json(rows)
+        return
+    columns = [
+        key for key in dict.fromkeys(k for row in rows for k in row) if key not in ("op_hits", "warning")
+    ]
+    _print_table(f"{model.name}: {', '.join(names)}", rows, columns)
+    for row in rows:
+        if row["warning"]:
+            typer.echo(f"{row['policy']}: {row['warning']}")
+    typer.echo(f"lm-eval results: {output}")
+
+
+@app.command(epilog=_example("predict fp32/nvfp4@16 nvfp4@1 --alpha 0.999"))
+def predict(
+    policies: Annotated[list[str], typer.Argument(help="Policy texts.", metavar="POLICY...")],
+    family: Family = "gated_delta",
+    alpha: Annotated[list[float] | None, typer.Option(help="Decay per step; repeat for several.")] = None,
+    key_dim: Annotated[int, typer.Option(help="Key dim of a head.", min=1)] = 128,
+    as_json: Json = False,
+) -> None:
+    """Predict the output error of a long run in closed form; no stream is run."""
+    from quantlab.drift import steady_output_error
+    from quantlab.schemes import check_policy_fits, parse_policy
+
+    alphas = alpha or [0.9, 0.99, 0.999]
+    for value in alphas:
+        if not 0 < value < 1:
+            raise InputError("alpha", value, "a decay per step in (0, 1)")
+    rows = []
+    for parsed in map(parse_policy, policies):
+        check_policy_fits(parsed, family)
+        row: dict[str, Any] = {"policy": str(parsed)}
+        rows.append(row | {f"alpha {a:g}": steady_output_error(parsed, family, a, key_dim) for a in alphas})
+    if as_json:
+        _print_json(rows)
+        return
+    _print_table(f"Predicted relative output error, {family}, steady state", rows, list(rows[0]))
+    typer.echo("inf: rounding noise outgrows the decay and the state diverges.")
+
+
+@app.command(epilog=_example("formats"))
+def formats(
+    as_json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
+) -> None:
+    """List the number formats and their constants."""
+    from quantlab.formats import format_markdown, format_rows
+
+    if markdown:
+        typer.echo(format_markdown())
+        return
+    rows = format_rows()
+    if as_json:
+        _print_json(rows)
+        return
+    shown = [{k: ", ".join(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows]
+    _print_table("Formats (bits per value of a 128 x 128 head)", shown, list(rows[0]))
+
+
+@app.command(epilog=_example("explain fp16+sr/nvfp4@16 --family gated_delta"))
+def explain(
+    policy: Annotated[str, typer.Argument(help="Policy text.")],
+    family: Family = "gated_delta",
+    heads: Annotated[int, typer.Option(help="Heads of a layer.", min=1)] = 32,
+    key_heads: Annotated[int | None, typer.Option(help="Key heads (default: heads).", min=1)] = None,
+    value_dim: Annotated[int, typer.Option(help="Value dim of a head.", min=1)] = 128,
+    key_dim: Annotated[int, typer.Option(help="Key dim of a head.", min=1)] = 128,
+    as_json: Json = False,
+) -> None:
+    """Say what a policy stores, reads and costs, with the defaults of the family filled in."""
+    import torch
+
+    from quantlab.drift import steady_output_error
+    from quantlab.schemes import start
+
+    state = start(
+        policy,
+        family,
+        torch.zeros(1, heads, value_dim, key_dim),
+        key_heads=key_heads,
+        rates=_rates(family, heads, value_dim, key_dim),
+    )
+    ledger, parsed = state.ledger, state.policy
+    about = {
+        "policy": str(parsed),
+        "in force": state.effective_policy,
+        "checkpoint": f"{parsed.checkpoint.text}: drives the recurrence, stored every {parsed.window} token(s)",
+        "read copy": f"{parsed.read_copy.text}: serves reads" if parsed.read_copy else "none",
+        "window": f"{parsed.window - 1} buffered record(s), then a flush" if parsed.window > 1 else "none",
+        "bits per value": ledger.bits_per_value,
+        "bytes held": ledger.held,
+        "bytes read per token": ledger.read,
+        "bytes written per token": ledger.written,
+        "bytes per token": ledger.bytes_per_token,
+        "against fp32@1": ledger.bytes_per_token / (8.0 * ledger.values),
+        "predicted output error at alpha 0.99": steady_output_error(parsed, family, 0.99, key_dim),
+    }
+    if as_json:
+        _print_json([about])
+        return
+    for name, value in about.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{part} {size:,.0f}" for part, size in value.items())
+        typer.echo(f"{name:>38}  {_text(value)}")
+
+
+def _rates(family: str, heads: int, value_dim: int, key_dim: int):
+    import torch
+
+    return -torch.ones(heads, value_dim, key_dim) if family == "mamba1" else None
+
+
+@contextlib.contextmanager
+def _progress(label: str, total: int) -> Iterator[Any]:
+    """A bar on a terminal; silence elsewhere (the result follows)."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def _print_json(rows: list[dict[str, Any]]) -> None:
+    from quantlab.records import encode
+
+    for row in rows:
+        typer.echo(json.dumps(encode(row)))
+
+
+def _print_table(
+    title: str, rows: list[dict[str, Any]], columns: list[str], names: dict[str, str] | None = None
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        number = all(isinstance(row.get(column), (int, float, type(None))) for row in rows)
+        table.add_column(
+            (names or {}).get(column, column), justify="right" if number else "left", overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*(_text(row.get(column)) for column in columns))
+    # A pipe has no width: give every column the room it needs there.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return (
+            f"{value:,.0f}" if abs(value) >= 1e4 and value == value and abs(value) < 1e12 else f"{value:.3g}"
+        )
+    if isinstance(value, list):
+        return f"[{', '.join(_text(v) for v in value)}]"
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_text(v)}" for k, v in value.items() if v is not None)
+    return str(value)
+
+
+def main() -> None:
+    """Entry point: InputError becomes one line on stderr and exit status 2."""
+    try:
+        app()
+    except InputError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; the same command goes on from here", err=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Drift as points of a sweep: a point names a stream and a policy; its record holds the metrics and the curve."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from quantlab.drift.measure import run_drift
+from quantlab.drift.streams import Stream, load_stream, synthetic_stream
+from quantlab.schemes import check_policy_fits, parse_policy
+
+
+def stream_of(description: dict[str, Any]) -> Stream:
+    """The stream that a point describes: {"file", "hash"} or the arguments of ``synthetic_stream``."""
+    if "file" in description:
+        return load_stream(description["file"])
+    return synthetic_stream(**description)
+
+
+def check_points(points: list[dict[str, Any]]) -> None:
+    """Raise InputError for a policy that the family of its stream cannot use, before anything runs."""
+    for point in points:
+        if "family" in point["stream"]:
+            check_policy_fits(parse_policy(point["policy"]), point["stream"]["family"])
+
+
+def run_points(
+    points: list[dict[str, Any]], *, threads: int, on_progress: Callable[..., None]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Records of points that share everything but the policy: one stream and one shadow for all of them.
+
+    threads is set by the caller (the sweep's worker) and recorded there.
+    """
+    on_progress("making the stream")
+    stream = stream_of(points[0]["stream"])
+    by_policy = {parse_policy(point["policy"]): point for point in points}
+    result = run_drift(stream, list(by_policy), on_step=lambda step: on_progress(step, stream.steps))
+    for run in result.runs:
+        message = f"diverged at step {run.diverged_at}" if run.status == "diverged" else None
+        if run.status == "not_exercised":
+            message = f"no stored state was read back: exercised {run.exercised}"
+        series = result.policy_table(run).drop(columns="policy")
+        yield (
+            by_policy[run.policy],
+            {
+                "status": run.status,
+                "message": message,
+                "metrics": result.metrics(run),
+                "curve": result.curve(run),
+                "series": series,
+            },
+        )
+
+
+def run_point(point: dict[str, Any]) -> dict[str, Any]:
+    """The record of one point (environment left out)."""
+    ((_, record),) = run_points([point], threads=1, on_progress=lambda *_: None)
+    return record

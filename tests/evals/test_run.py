@@ -1,0 +1,198 @@
+"""The lm-eval model, whole evaluations, and what is refused before anything is written."""
+
+import json
+import warnings
+
+import pytest
+
+from quantlab.errors import InputError
+from quantlab.evals.model import QuantlabLM
+from quantlab.evals.point import run_points
+from quantlab.evals.run import run_eval
+
+TASK = "quantlab_gpqa_diamond_mc"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def loglikelihoods(record):
+    return [value for document in record["metrics"]["documents"] for value in document["loglikelihoods"]]
+
+
+def test_an_evaluation_writes_lm_evals_results_with_the_policy_inside(folder, table, tmp_path):
+    policies = ["fp32@1", "fp32/nvfp4@16", "nvfp4@1"]
+    records = run_eval(folder, policies, [TASK], data=table, output=tmp_path / "out", batch_size=2)
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["fp32--nvfp4@16", "fp32@1", "nvfp4@1"]
+    for record, policy in zip(records, policies, strict=True):
+        assert record["status"] == "ok"
+        (file,) = (tmp_path / "out" / policy.replace("/", "--")).iterdir()
+        text = file.read_text()
+        results = json.loads(text)
+        config = results["config"]
+        assert config["policy"] == policy == record["point"]["policy"]
+        assert config["scoring"] == "decode"
+        assert config["exercised"] == record["metrics"]["exercised"]
+        assert config["exercised"]["checkpoint"] > 5
+        assert all(set(layers) == {"0", "1"} for layers in config["op_hits"].values())
+        assert results["results"][TASK]["acc,none"] == record["metrics"]["tasks"][TASK]["acc"]
+        assert record["metrics"]["tasks"][TASK]["n"] == 3
+        assert "Ostrelle" not in text  # no question text on disk
+        assert "Ostrelle" not in json.dumps(record)
+    exact, dual, rounded = map(loglikelihoods, records)
+    assert len(exact) == 12
+    change = [max(abs(a - b) for a, b in zip(exact, other, strict=True)) for other in (dual, rounded)]
+    assert change[0] > 1e-3
+    assert change[1] > 1e-3
+    hashes = [[document["hash"] for document in record["metrics"]["documents"]] for record in records]
+    assert hashes[0] == hashes[1] == hashes[2]
+    assert len(set(hashes[0])) == 3
+
+
+def test_points_share_a_model_and_agree_with_whole_evaluations(table, tmp_path):
+    point = {
+        "kind": "eval",
+        "model": "builtin:tiny-mamba2",
+        "tasks": [TASK],
+        "data": str(table),
+        "batch_size": 3,
+    }
+    points = [{**point, "policy": policy} for policy in ("fp32@1", "int8@4")]
+    told = []
+    found = list(run_points(points, threads=1, on_progress=lambda *a: told.append(a)))
+    assert [p for p, _ in found] == points
+    assert all(record["point"] == p and record["status"] == "ok" for p, record in found)
+    assert told[-1] == (2, 2)
+    again = list(run_points(points[:1], threads=1, on_progress=lambda *_: None))
+    assert loglikelihoods(again[0][1]) == loglikelihoods(found[0][1])
+    with pytest.raises(InputError, match="differ in the policy only"):
+        list(run_points([points[0], {**points[1], "limit": 1}], threads=1, on_progress=lambda *_: None))
+    with pytest.raises(InputError, match="builtin:tiny-gated-delta"):
+        list(run_points([{**points[0], "model": "builtin:tiny"}], threads=1, on_progress=lambda *_: None))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model": "nowhere"},
+        {"policies": ["nvfp5@1"]},
+        {"policies": []},
+        {"tasks": ["quantlab_gpqa_diamant"]},
+        {"tasks": []},
+        {"data": None},
+        {"data": "missing.csv"},
+        {"scoring": "parallel"},
+        {"scoring": "prefill", "policies": ["nvfp4@1"]},
+        {"batch_size": "auto"},
+    ],
+)
+def test_wrong_input_is_refused_before_anything_is_written(folder, table, tmp_path, wrong, monkeypatch):
+    from lm_eval import tasks
+
+    # lm-eval's own index takes a quarter of a minute to read; that the name is in neither is the point here.
+    real = tasks.TaskManager
+    monkeypatch.setattr(
+        tasks, "TaskManager", lambda **options: real(**{**options, "include_defaults": False})
+    )
+    arguments = {"model": folder, "policies": ["fp32@1"], "tasks": [TASK], "data": table} | wrong
+    with pytest.raises(InputError) as caught:
+        run_eval(output=tmp_path / "out", **arguments)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_a_readable_model_is_refused(folder, table, tmp_path):
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    (broken / "config.json").write_text("{")
+    with pytest.raises(InputError, match="readable config"):
+        run_eval(broken, ["fp32@1"], [TASK], data=table, output=tmp_path / "out")
+    (broken / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="weights"):
+        run_eval(broken, ["fp32@1"], [TASK], data=table, output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def requests(lm, pairs, kind="loglikelihood"):
+    from lm_eval.api.instance import Instance
+
+    return [
+        Instance(request_type=kind, doc={}, arguments=pair, idx=0, metadata=("t", i, 1))
+        for i, pair in enumerate(pairs)
+    ]
+
+
+def test_prefill_scoring_is_lm_evals_own_and_fp32_decode_agrees_with_it(folder):
+    from lm_eval.models.huggingface import HFLM
+
+    pairs = [
+        ("The keeper of Hob Valley", " rings"),
+        ("The keeper of Hob Valley", " sleeps"),
+        ("A bell", " is heard"),
+    ]
+    stock = HFLM(str(folder), device="cpu", softmax_dtype="float32", batch_size=2)
+    expected = stock.loglikelihood(requests(stock, pairs), disable_tqdm=True)
+    lm = QuantlabLM(str(folder), scoring="prefill", device="cpu", batch_size=2)
+    assert lm.loglikelihood(requests(lm, pairs), disable_tqdm=True) == expected
+    for scoring in ("decode", "boundary"):
+        lm = QuantlabLM(str(folder), scoring=scoring, device="cpu", batch_size=2)
+        found = lm.loglikelihood(requests(lm, pairs), disable_tqdm=True)
+        # Seven tokens at most, each with the float32 noise derived in test_scoring.py (2e-5).
+        assert max(abs(a - b) for (a, _), (b, _) in zip(found, expected, strict=True)) < 7 * 2e-5
+
+
+def test_generation_runs_under_the_policy(folder):
+    prompts = [
+        ("The keeper of Hob Valley", {"until": ["\n\n"], "max_gen_toks": 12}),
+        ("A bell", {"until": ["\n\n"], "max_gen_toks": 12}),
+    ]
+    exact = QuantlabLM(str(folder), "fp32@1", device="cpu", batch_size=2)
+    alone = QuantlabLM(str(folder), "fp32@1", device="cpu", batch_size=1)
+    texts = exact.generate_until(requests(exact, prompts, "generate_until"), disable_tqdm=True)
+    assert texts == alone.generate_until(requests(alone, prompts, "generate_until"), disable_tqdm=True)
+    coarse = QuantlabLM(str(folder), "e2m1@1", device="cpu", batch_size=2)
+    assert coarse.generate_until(requests(coarse, prompts, "generate_until"), disable_tqdm=True) != texts
+    assert coarse.get_model_info()["exercised"]["checkpoint"] >= 10
+
+
+def test_nothing_is_truncated(folder):
+    lm = QuantlabLM(str(folder), max_length=16, device="cpu")
+    with pytest.raises(InputError, match="at most 16 tokens"):
+        lm.loglikelihood(requests(lm, [("A context of more than sixteen bytes", " x")]), disable_tqdm=True)
+    options = {"until": ["\n"], "max_gen_toks": 12}
+    with pytest.raises(InputError, match="at most 16 tokens"):
+        lm.generate_until(requests(lm, [("Ten bytes.", options)], "generate_until"), disable_tqdm=True)
+
+
+def test_a_policy_that_is_hardly_exercised_warns_and_an_untouched_one_fails(folder):
+    lm = QuantlabLM(str(folder), "nvfp4@16", scoring="boundary", device="cpu")
+    with pytest.warns(UserWarning, match="only 1 rounded store"):
+        lm.loglikelihood(requests(lm, [("A bell", " rings")]), disable_tqdm=True)
+    assert "only 1 rounded store" in lm.get_model_info()["warning"]
+    lm.use_policy("nvfp4@1")
+    # One token of continuation: its probability comes from the prefill, no state is ever read.
+    with pytest.raises(InputError, match="touched nothing"):
+        lm._loglikelihood_tokens([(None, [1, 2, 3], [4])], disable_tqdm=True)
+
+
+def test_the_model_argument_text_of_lm_eval_carries_a_policy(folder):
+    from lm_eval.api.registry import get_model
+
+    from quantlab.evals import plugin
+
+    plugin.register()
+    text = f"pretrained={folder},policy=fp32/nvfp4@16:buffer=bf16:key_read=checkpoint,scoring=decode,seed=4"
+    options = {"batch_size": "3", "device": "cpu"}
+    if "mamba2" in str(folder):
+        text = text.replace(":key_read=checkpoint", "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lm = get_model("quantlab").create_from_arg_string(text, options)
+    assert lm.get_model_info()["policy"].startswith("fp32/nvfp4@16:buffer=bf16")
+    assert lm.get_model_info()["policy_seed"] == 4
+    assert lm.batch_size == 3

@@ -1,0 +1,145 @@
+"""Format text, the table for people, and the storage count."""
+
+import pickle
+
+import pytest
+import torch
+
+from quantlab.errors import InputError
+from quantlab.formats import format_rows, parse
+from quantlab.formats.rounding import Rounding
+from quantlab.formats.table import FORMATS, PLANNED_FORMATS
+
+CANONICAL = {
+    "fp8": "fp8_e4m3",
+    "int8:row": "int8",
+    "int8:block32": "int8:block32",
+    "nvfp4:matrix": "nvfp4",
+    "nvfp4:none": "nvfp4:none",
+    "fp8:block32+sr8": "fp8_e4m3:block32+sr8",
+    "fp16+sr13": "fp16+sr13",
+    "bf16+sr32": "bf16+sr",
+    "bf16+sr": "bf16+sr",
+    "int8+ef.fp16": "int8+ef",
+    "int8+ef.bf16": "int8+ef.bf16",
+    "nvfp4:row+ef.fp32": "nvfp4:row+ef.fp32",
+}
+
+
+@pytest.mark.parametrize(("text", "canonical"), CANONICAL.items())
+def test_canonical_text(text, canonical):
+    fmt = parse(text)
+    assert fmt.text == str(fmt) == canonical
+    assert parse(fmt.text) == fmt
+    assert hash(parse(fmt.text)) == hash(fmt)
+    assert pickle.loads(pickle.dumps(fmt)) == fmt
+
+
+def test_fields():
+    fmt = parse("int8:block32+ef")
+    assert (fmt.name, fmt.granularity, fmt.error_feedback) == ("int8", "block32", "fp16")
+    assert (fmt.stochastic, fmt.random_bits, fmt.rounded) == (False, None, True)
+    fmt = parse("fp16+sr13")
+    assert (fmt.granularity, fmt.stochastic, fmt.random_bits, fmt.error_feedback) == (None, True, 13, None)
+    assert (parse("fp16+sr").rounding, parse("fp16").rounding) == (Rounding.STOCHASTIC, Rounding.NEAREST)
+    assert parse("fp16+sr").random_bits is None
+    assert parse("int8").granularity == "row"
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        *((name, name) for name in PLANNED_FORMATS),
+        ("int8:tile32", "int8:tile32"),
+        ("fp8:head", "fp8_e4m3:head"),
+        ("nvfp4+as.modelopt", r"\+as"),
+        ("nvfp4+scale.ceil", r"\+scale"),
+        ("nvfp4+floor.0", r"\+floor"),
+        ("nvfp4+4over6.mse.256", r"\+4over6"),
+        ("nvfp4+hadamard", r"\+hadamard"),
+    ],
+)
+def test_what_is_not_built_says_so(text, part):
+    with pytest.raises(InputError, match=rf"^format .*{part} is not built yet$"):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nvfp5", r"^format 'nvfp5': expected one of bf16, .*\(nearest: nvfp4\)$"),
+        ("", r"^format '': expected one of bf16"),
+        ("NVFP4", r"^format 'NVFP4': expected one of"),
+        ("int8:foo", "expected int8 with granularity row or block32"),
+        ("int8:", "expected int8 with granularity"),
+        ("nvfp4:head", "expected nvfp4 with granularity matrix or row or none"),
+        ("bf16:row", "expected bf16 without a granularity"),
+        ("fp32+sr", "expected no modifier: fp32 rounds nothing"),
+        ("fp64+ef", "expected no modifier"),
+        ("int8+sr+ef", "not both"),
+        ("int8+ef+ef", "once"),
+        ("int8+sr8+sr8", "once"),
+        ("bf16+ef", "expected .ef on a scaled format"),
+        ("int8+ef.int4", "followed by fp16, fp32, bf16"),
+        ("fp16+sr0", "1 to 32"),
+        ("fp16+sr33", "1 to 32"),
+        ("int8+rn", r"modifiers \+sr"),
+        ("int8+", r"modifiers \+sr"),
+        ("int8 +sr", "expected one of"),
+    ],
+)
+def test_bad_text_is_one_clear_line(text, message):
+    with pytest.raises(InputError, match=message) as caught:
+        parse(text)
+    assert caught.value.argument == "format"
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "bits"),
+    [
+        ("fp64", (128, 128), 64),
+        ("fp32", (128, 128), 32),
+        ("fp16+sr", (128, 128), 16),
+        ("e4m3", (128, 128), 8),
+        ("e2m1", (4, 7), 8 * 4 / 7),  # 7 nibbles take 4 bytes
+        ("int8", (128, 128), 8 + 32 / 128),
+        ("int8:block32", (3, 40), 8 + 2 * 32 / 40),  # the short block has its scale too
+        ("int8+ef", (128, 128), 8 + 32 / 128 + 16),
+        ("int8+ef.fp32", (128, 64), 8 + 32 / 64 + 32),
+        ("nvfp4", (128, 128), 4 + 8 / 16 + 32 / (128 * 128)),
+        ("nvfp4", (2, 8, 64, 128), 4 + 8 / 16 + 32 / (64 * 128)),
+        ("nvfp4:row", (2, 8, 64, 128), 4 + 8 / 16 + 32 / 128),
+        ("nvfp4:none", (128, 128), 4.5),
+        ("nvfp4:none", (5, 17), (9 * 8 + 2 * 8) / 17),  # 9 bytes of nibbles, 2 scales
+    ],
+)
+def test_bits_per_value(text, shape, bits):
+    assert parse(text).bits_per_value(shape) == pytest.approx(bits, rel=1e-15)
+
+
+@pytest.mark.parametrize("text", ["int8+ef", "int8:block32", "nvfp4", "nvfp4:row", "fp8", "bf16", "e4m3"])
+def test_bits_per_value_counts_the_stored_tensors(text):
+    x = torch.randn(2, 3, 8, 64, generator=torch.Generator().manual_seed(0))
+    encoded = parse(text).quantize(x)
+    stored = x.numel() * parse(text).row.element.bits
+    for part in (encoded.scales, encoded.global_scale, encoded.residual):
+        stored += 0 if part is None else part.numel() * part.element_size() * 8
+    assert parse(text).bits_per_value(x.shape) == stored / x.numel()
+
+
+def test_bits_per_value_refuses_empty_shapes():
+    with pytest.raises(InputError, match=r"^shape"):
+        parse("int8").bits_per_value((4, 0))
+
+
+def test_rows_for_people():
+    rows = {row["name"]: row for row in format_rows()}
+    assert list(rows) == list(FORMATS)
+    assert rows["e4m3"]["max"] == 448.0
+    assert rows["e5m2"]["smallest"] == 2.0**-16
+    assert rows["fp16"]["min_normal"] == 2.0**-14
+    assert rows["nvfp4"]["bits_per_value"] == 4.501953125
+    assert rows["fp32"]["rounding"] == ["none"]
+    assert rows["int8"]["rounding"] == ["nearest", "stochastic", "error feedback"]
+    assert rows["int8"]["granularity"] == ["row", "block32"]

@@ -1,0 +1,90 @@
+"""Random words: the counter scheme, and packing of nibbles."""
+
+import numpy as np
+import pytest
+import torch
+
+from quantlab.errors import InputError
+from quantlab.formats import pack_nibbles, parse, philox_4x32, random_words, unpack_nibbles
+
+SHAPE = (3, 2, 5, 7)
+
+
+def words(shape=SHAPE, seed=2**40 + 5, stores=(0, 1, 7), sequences=(4, 4, 2**33 + 1), layer=3, part=1):
+    return random_words(shape, seed, torch.tensor(stores), torch.tensor(sequences), layer, part)
+
+
+def test_every_word_is_the_one_of_its_counter():
+    drawn = words()
+    assert drawn.shape == SHAPE
+    assert drawn.dtype == torch.int64
+    for row, (store, sequence) in enumerate([(0, 4), (1, 4), (7, 1)]):  # ids count modulo 2^32
+        for index, word in enumerate(drawn[row].flatten().tolist()):
+            counter = torch.tensor([index // 4, store, sequence, 4 * 3 + 1])
+            assert word == philox_4x32(counter, (5, 2**8))[index % 4]
+
+
+def test_rows_depend_on_neither_batch_nor_slot():
+    drawn = words()
+    moved = words(shape=(2, 2, 5, 7), stores=(7, 0), sequences=(2**33 + 1, 4))
+    assert torch.equal(moved[0], drawn[2])
+    assert torch.equal(moved[1], drawn[0])
+
+
+def test_large_states_are_cut_without_a_seam():
+    shape = (1, 1, 513, 257)  # more counters than are worked on at once
+    drawn = words(shape=shape, stores=(2,), sequences=(9,)).flatten()
+    index = torch.tensor([0, 65535, 65536, 65537, 131071, 131072, len(drawn) - 1])
+    counters = torch.stack([index // 4, *(torch.full_like(index, word) for word in (2, 9, 13))], dim=-1)
+    expected = philox_4x32(counters, (5, 2**8)).gather(1, (index % 4)[:, None])[:, 0]
+    assert torch.equal(drawn[index], expected)
+
+
+def test_layers_parts_stores_and_seeds_differ():
+    base = words()
+    for change in ({"layer": 4}, {"part": 0}, {"seed": 6}, {"stores": (3, 4, 5)}):
+        assert (words(**change) != base).float().mean() > 0.99
+
+
+def test_words_fill_32_bits():
+    drawn = words(shape=(3, 8, 16, 64)).numpy()
+    assert drawn.min() >= 0
+    assert drawn.max() < 2**32
+    # 24 576 fair bits: a count leaves 6 standard deviations (6 * sqrt(n) / 2) with probability 2e-9.
+    for bit in range(32):
+        assert abs(((drawn >> bit) & 1).sum() - drawn.size / 2) < 3 * np.sqrt(drawn.size)
+
+
+def test_words_feed_a_format():
+    x = torch.randn(3, 2, 5, 7, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(parse("fp16+sr13").round(x, words()), parse("fp16+sr13").round(x, words() % 2**13))
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(InputError, match=r"^store_numbers"):
+        words(stores=(0, 1))
+    with pytest.raises(InputError, match=r"^part"):
+        words(part=4)
+    with pytest.raises(InputError, match=r"^counter"):
+        philox_4x32(torch.zeros(3, dtype=torch.int64), (0, 0))
+    with pytest.raises(InputError, match=r"^rounds"):
+        philox_4x32(torch.zeros(4, dtype=torch.int64), (0, 0), rounds=0)
+
+
+def test_nibbles_low_is_even():
+    packed = pack_nibbles(torch.tensor([[1, 2, 15, 0, 7]], dtype=torch.uint8))
+    assert packed.tolist() == [[0x21, 0x0F, 0x07]]
+    assert packed.dtype == torch.uint8
+    assert unpack_nibbles(packed).tolist() == [[1, 2, 15, 0, 7, 0]]
+    assert unpack_nibbles(packed, 5).tolist() == [[1, 2, 15, 0, 7]]
+
+
+def test_every_pair_of_nibbles_round_trips():
+    codes = torch.cartesian_prod(torch.arange(16), torch.arange(16))
+    assert torch.equal(unpack_nibbles(pack_nibbles(codes)).long(), codes)
+    with pytest.raises(InputError, match=r"^codes"):
+        pack_nibbles(torch.zeros(4))
+    with pytest.raises(InputError, match=r"^packed"):
+        unpack_nibbles(torch.zeros(4))
+    with pytest.raises(InputError, match=r"^key_dim"):
+        unpack_nibbles(torch.zeros(4, dtype=torch.uint8), 6)

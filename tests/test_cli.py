@@ -1,0 +1,96 @@
+"""The command line: every verb runs, has help with an example, and ends with one line and status 2 on bad input."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from quantlab.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+VERBS = ["study", "sweep", "report", "drift", "eval", "predict", "formats", "explain"]
+
+
+def quantlab(*arguments, cwd=ROOT):
+    command = [sys.executable, "-m", "quantlab.cli", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+
+
+def test_verbs_have_help_with_an_example():
+    commands = get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
+    assert set(commands) == set(VERBS)
+    for name, command in commands.items():
+        assert command.help, name
+        assert f"quantlab {name}" in command.epilog
+    shown = quantlab("drift", "--help")
+    assert shown.returncode == 0
+    assert "Example: quantlab drift" in shown.stdout
+
+
+def test_drift_prints_one_object_a_policy():
+    arguments = "drift --family gated_delta --alpha 0.99 --steps 64 --heads 2 --seed 0 --json"
+    done = quantlab(*f"{arguments} --policy fp32/nvfp4@16 --policy nvfp4@1".split())
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["policy"] for row in rows] == ["fp32/nvfp4@16", "nvfp4@1"]
+    promised = "policy status state_error read_error output_error growth_exponent growth_ci"
+    promised += " predicted_output_error exercised bits_per_value bytes_per_token"
+    assert set(promised.split()) <= set(rows[0])
+    assert rows[0]["exercised"] == {"checkpoint": 4, "read_copy": 4}
+    # Of each head: 4-bit codes, an 8-bit scale for 16 of them, one 32-bit global scale; read and written every token.
+    heads, value_dim, key_dim = 2, 128, 128
+    copy = heads * (value_dim * key_dim * 4.5 / 8 + 4)
+    assert rows[1]["bytes_per_token"] == 2 * copy
+
+
+def test_drift_reads_the_stream_it_saved(tmp_path):
+    file = tmp_path / "s.safetensors"
+    made = quantlab(*"drift --alpha 0.9 --steps 20 --heads 1 -p nvfp4@4 --json --save-stream".split(), file)
+    read = quantlab("drift", "--stream", file, "-p", "nvfp4@4", "--json")
+    assert made.returncode == read.returncode == 0, made.stderr + read.stderr
+    assert json.loads(made.stdout) == json.loads(read.stdout)
+
+
+def test_explain_and_predict_and_formats():
+    about = json.loads(quantlab("explain", "fp16+sr/nvfp4@16", "--json").stdout)
+    assert about["in force"].endswith("contents=raw:key_read=copy:flush_read=exact")
+    rows = [json.loads(line) for line in quantlab("predict", "nvfp4@1", "--json").stdout.splitlines()]
+    assert rows[0]["alpha 0.999"] == "inf"
+    assert "nvfp4" in quantlab("formats").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ("drift -p fp33@1", ["policy", "'fp33@1'", "nearest: fp32"]),
+        ("drift -p fp32@0", ["policy", "'fp32@0'", "window of at least 1"]),
+        ("drift -p fp32/nvfp4@16:key_read=checkpoint --family mamba2", ["policy", "delta rule only"]),
+        ("drift --family mamba3", ["family", "'mamba3'", "nearest: mamba2"]),
+        ("drift --alpha 1.5", ["alpha", "1.5"]),
+        ("drift --steps 0", ["--steps"]),
+        ("drift --stream nowhere.safetensors", ["nowhere.safetensors"]),
+        ("drift --alpha 0.9 --steps 4 --save-stream /proc/nothing/x", ["/proc/nothing/x"]),
+        ("predict fp32@1 --alpha 1.0", ["alpha", "1.0"]),
+        ("explain fp32@16:dot=tf32", ["dot=tf32 is not built yet"]),
+        ("explain fp32@1 --heads 4 --key-heads 3", ["key_heads", "3"]),
+        ("study nowhere", ["study", "'nowhere'"]),
+        ("sweep nowhere.toml -o out", ["spec", "'nowhere.toml'"]),
+        ("report nowhere", ["nowhere"]),
+        ("eval --model nowhere --data x.csv", ["model", "nowhere"]),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, names, tmp_path):
+    done = quantlab(*arguments.split(), cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    for name in names:
+        assert name in done.stderr
+    assert "Traceback" not in done.stderr
+    if done.stderr.startswith("error: "):
+        assert len(done.stderr.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
