@@ -192,8 +192,21 @@ def _metrics(results: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) 
         **{name: config[name] for name in names},
         "warning": config["warning"],
         "documents": [_document(task, sample) for task, rows in samples.items() for sample in rows],
-        "lm_eval": results,
+        "lm_eval": _portable(results),
     }
+
+
+def _portable(results: dict[str, Any]) -> dict[str, Any]:
+    """lm-eval's results without what names this machine: folders become base names, its host report goes."""
+    config = results["config"] | {"model": Path(str(results["config"]["model"])).name}
+    configs = {}
+    for task, settings in results["configs"].items():
+        metadata = settings.get("metadata") or {}
+        if "config_source" in metadata:
+            metadata = metadata | {"config_source": Path(metadata["config_source"]).name}
+        configs[task] = settings | {"metadata": metadata}
+    kept = {key: value for key, value in results.items() if key != "pretty_env_info"}
+    return kept | {"config": config, "configs": configs}
 
 
 def _document(task: str, sample: dict[str, Any]) -> dict[str, Any]:
