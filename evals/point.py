@@ -1,16 +1,13 @@
 """The runner of eval points: points that share everything but the policy share one loaded model."""
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-from quantlab.errors import InputError, unknown_name
-from quantlab.evals.preflight import check_model_folder, check_policies
-from quantlab.evals.run import Evaluation
+from quantlab.errors import InputError
+from quantlab.evals.preflight import check_policies
+from quantlab.evals.run import Evaluation, model_folder
 
-BUILTIN_MODELS = {"builtin:tiny-mamba2": "mamba2", "builtin:tiny-gated-delta": "gated_delta"}
 _DEFAULTS = {"data": None, "batch_size": 32, "limit": None, "seed": 0, "scoring": "decode"}
 
 
@@ -37,7 +34,7 @@ def run_points(
     options = _DEFAULTS | shared
     policies = {point["policy"]: check_policies([point["policy"]])[0] for point in points}
     with ExitStack() as stack:
-        folder = _model_folder(options["model"], stack)
+        folder = model_folder(options["model"], stack)
         evaluation = Evaluation(
             folder,
             list(policies.values()),
@@ -63,14 +60,3 @@ def run_points(
 def run_point(point: dict[str, Any], *, threads: int = 1) -> dict[str, Any]:
     """The record (without environment) of a single point."""
     return next(run_points([point], threads=threads, on_progress=lambda *_: None))[1]
-
-
-def _model_folder(model: str, stack: ExitStack) -> Path:
-    if not model.startswith("builtin:"):
-        return check_model_folder(model)
-    if model not in BUILTIN_MODELS:
-        raise unknown_name("model", model, BUILTIN_MODELS)
-    from quantlab.models import build_tiny
-
-    parent = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quantlab-")))
-    return build_tiny(BUILTIN_MODELS[model], parent / model.partition(":")[2])

@@ -5,12 +5,15 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from quantlab.errors import InputError
+from quantlab.errors import InputError, unknown_name
 from quantlab.evals.preflight import check_model_folder, check_policies, check_requests, check_tasks
 from quantlab.schemes import Diverged, Policy
+
+BUILTIN_MODELS = {"builtin:tiny-mamba2": "mamba2", "builtin:tiny-gated-delta": "gated_delta"}
 
 
 def run_eval(
@@ -26,7 +29,7 @@ def run_eval(
     scoring: str = "decode",
     device: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate the model in folder ``model`` under each policy; returns one record (no environment) a policy.
+    """Evaluate ``model`` (a folder or a name of BUILTIN_MODELS) under each policy; returns one record a policy.
 
     ``output/<policy file name>/results_<time>.json`` is lm-eval's own results file, with the policy and
     what it did under "config"; no prompt or answer text is written.  ``data``: local GPQA file for
@@ -37,15 +40,28 @@ def run_eval(
     be used; and for a policy that the documents do not exercise.
     """
     parsed = check_policies(policies)
-    folder = check_model_folder(model)
-    evaluation = Evaluation(folder, parsed, tasks, data, batch_size, limit, seed, scoring, device)
     records = []
-    for policy in parsed:
-        record, results = evaluation.run(policy)
-        if results is not None:
-            write_results(results, Path(output) / policy.file_name)
-        records.append(record)
+    with ExitStack() as stack:
+        folder = model_folder(str(model), stack)
+        evaluation = Evaluation(folder, parsed, tasks, data, batch_size, limit, seed, scoring, device)
+        for policy in parsed:
+            record, results = evaluation.run(policy)
+            if results is not None:
+                write_results(results, Path(output) / policy.file_name)
+            records.append(record)
     return records
+
+
+def model_folder(model: str, stack: ExitStack) -> Path:
+    """The checked folder of ``model``; a built-in one is built on the spot and removed when ``stack`` closes."""
+    if not model.startswith("builtin:"):
+        return check_model_folder(model)
+    if model not in BUILTIN_MODELS:
+        raise unknown_name("model", model, BUILTIN_MODELS)
+    from quantlab.models import build_tiny
+
+    parent = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quantlab-")))
+    return build_tiny(BUILTIN_MODELS[model], parent / model.partition(":")[2])
 
 
 class Evaluation:
@@ -176,8 +192,21 @@ def _metrics(results: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) 
         **{name: config[name] for name in names},
         "warning": config["warning"],
         "documents": [_document(task, sample) for task, rows in samples.items() for sample in rows],
-        "lm_eval": results,
+        "lm_eval": _portable(results),
     }
+
+
+def _portable(results: dict[str, Any]) -> dict[str, Any]:
+    """lm-eval's results without what names this machine: folders become base names, its host report goes."""
+    config = results["config"] | {"model": Path(str(results["config"]["model"])).name}
+    configs = {}
+    for task, settings in results["configs"].items():
+        metadata = settings.get("metadata") or {}
+        if "config_source" in metadata:
+            metadata = metadata | {"config_source": Path(metadata["config_source"]).name}
+        configs[task] = settings | {"metadata": metadata}
+    kept = {key: value for key, value in results.items() if key != "pretty_env_info"}
+    return kept | {"config": config, "configs": configs}
 
 
 def _document(task: str, sample: dict[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,11 @@ def test_points_share_a_model_and_agree_with_whole_evaluations(table, tmp_path):
     assert [p for p, _ in found] == points
     assert all(record["point"] == p and record["status"] == "ok" for p, record in found)
     assert told[-1] == (2, 2)
+    for key in ("tmp", "tasks/quantlab"):  # a record travels: no folder of this machine in it
+        assert key not in json.dumps(found[0][1]["metrics"]["lm_eval"]["config"])
+        assert key not in json.dumps(
+            found[0][1]["metrics"]["lm_eval"]["configs"][TASK]["metadata"]["config_source"]
+        )
     again = list(run_points(points[:1], threads=1, on_progress=lambda *_: None))
     assert loglikelihoods(again[0][1]) == loglikelihoods(found[0][1])
     with pytest.raises(InputError, match="differ in the policy only"):
