@@ -1,5 +1,7 @@
 """The runner of eval points: points that share everything but the policy share one loaded model."""
 
+import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -24,6 +26,9 @@ def run_points(
     """
     if not points:
         return
+    # The sweep shows the progress of its workers; the bars and hints of lm-eval would run over it.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     import torch
 
     torch.set_num_threads(threads)
