@@ -1,5 +1,6 @@
 """The lm-eval model "quantlab": a Hugging Face model whose decode state is held under a policy."""
 
+import sys
 import warnings
 from collections import defaultdict
 from pathlib import Path
@@ -95,6 +96,10 @@ class QuantlabLM(_HFLM):
         """
         info = super().get_model_info() | self.interception.report.as_dict()
         return info | {"scoring": self.scoring, "policy_seed": self.seed, "warning": self._warning}
+
+    # Bars are for a terminal; in a log every redraw would be a line.
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Score]:
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not sys.stderr.isatty())
 
     # lm-eval calls this for every log-likelihood, rolling ones included.
     def _loglikelihood_tokens(

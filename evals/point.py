@@ -1,7 +1,6 @@
 """The runner of eval points: points that share everything but the policy share one loaded model."""
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -26,10 +25,12 @@ def run_points(
     """
     if not points:
         return
-    # The sweep shows the progress of its workers; the bars and hints of lm-eval would run over it.
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    # The sweep shows the progress of its workers; the hints of these two would run over it.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
 
     torch.set_num_threads(threads)
     shared = {key: value for key, value in points[0].items() if key != "policy"}

@@ -86,7 +86,7 @@ class _Worker:
         self.reader, writer = context.Pipe(duplex=False)
         self.pool = ProcessPoolExecutor(1, mp_context=context, initializer=_initialise, initargs=(writer,))
         before = set(multiprocessing.active_children())
-        with _thread_variables(self.threads):
+        with _worker_variables(self.threads):
             self.future = self.pool.submit(_call, run, job)
         self.process = next(iter(set(multiprocessing.active_children()) - before), None)
         # Only the worker holds the writing end now, so its death ends a half-sent event.
@@ -163,10 +163,12 @@ def _cores() -> int:
 
 
 @contextlib.contextmanager
-def _thread_variables(threads: int) -> Iterator[None]:
-    # Numeric libraries read these once, when they are loaded, so they must be set before the worker starts.
-    saved = {name: os.environ.get(name) for name in THREAD_VARIABLES}
-    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+def _worker_variables(threads: int) -> Iterator[None]:
+    # Libraries read these once, when they are loaded, so they must be set before the worker starts.  Progress bars
+    # of libraries (tqdm) would run over the sweep's own lines.
+    wanted = dict.fromkeys(THREAD_VARIABLES, str(threads)) | {"TQDM_DISABLE": "1"}
+    saved = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
