@@ -292,6 +292,8 @@ def explain(
 
     from quantlab.drift import steady_output_error
     from quantlab.schemes import start
+    from quantlab.schemes.backend import choose
+    from quantlab.schemes.kernel_read import read_op
 
     state = start(
         policy,
@@ -301,12 +303,14 @@ def explain(
         rates=_rates(family, heads, value_dim, key_dim),
     )
     ledger, parsed = state.ledger, state.policy
+    op, device = read_op(parsed, family), "cuda" if torch.cuda.is_available() else "cpu"
     about = {
         "policy": str(parsed),
         "in force": state.effective_policy,
         "checkpoint": f"{parsed.checkpoint.text}: drives the recurrence, stored every {parsed.window} token(s)",
         "read copy": f"{parsed.read_copy.text}: serves reads" if parsed.read_copy else "none",
         "window": f"{parsed.window - 1} buffered record(s), then a flush" if parsed.window > 1 else "none",
+        "kernel": str(choose(op, device)) if op else "none yet: torch serves every step",
         "bits per value": ledger.bits_per_value,
         "bytes held": ledger.held,
         "bytes read per token": ledger.read,

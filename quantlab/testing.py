@@ -23,7 +23,10 @@ import numpy
 import torch
 from torch import Tensor
 
+from quantlab.recurrences import StepInputs
+from quantlab.schemes import start
 from quantlab.schemes.dual_read import dual_read
+from quantlab.schemes.kernel_read import dual_read_arguments
 
 IMPLEMENTATIONS = ("reference", "interpreter", "cuda")
 
@@ -320,6 +323,28 @@ def _dual_read_unit_queries() -> dict[str, Tensor]:
     }
 
 
+def _dual_read_of_scheme(steps: int) -> dict[str, Tensor]:
+    """Bits that a decode state stored: ``fp32/nvfp4@8`` after ``steps`` tokens, its rows at three cursors."""
+    batch, heads, groups, value_dim, key_dim = 3, 4, 2, 80, 64
+    random = torch.Generator().manual_seed(2)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random)
+
+    def token() -> StepInputs:
+        q, k = normal(batch, groups, key_dim), normal(batch, groups, key_dim)
+        return StepInputs(q, k, normal(batch, heads, value_dim), -normal(batch, heads).exp() / 8)
+
+    initial = normal(batch, heads, value_dim, key_dim)
+    state = start("fp32/nvfp4@8:flush_read=copy", "mamba2", initial, key_heads=groups)
+    for step in range(steps):
+        for row in (1, 2):
+            if step == 3 * row:
+                state.reset(torch.tensor([row]), initial[[row]])
+        state.step(token())
+    return dual_read_arguments(state, token())
+
+
 def _dual_read_cases() -> dict[str, Callable[[], dict[str, Tensor]]]:
     def case(**options: Any) -> Callable[[], dict[str, Tensor]]:
         return functools.partial(_dual_read_arguments, **options)
@@ -350,6 +375,8 @@ def _dual_read_cases() -> dict[str, Callable[[], dict[str, Tensor]]]:
         "decay_zero_in_window": case(**small, cursors=(16, 4), reset_at=3),
         "decay_zero_now": case(**small, cursors=(16, 4), reset_at=16),
         "unit_queries": _dual_read_unit_queries,
+        "scheme_before_its_first_record": functools.partial(_dual_read_of_scheme, 0),
+        "scheme_in_its_second_window": functools.partial(_dual_read_of_scheme, 11),
     }
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quantlab.errors import InputError
+from quantlab.formats import Encoded
 from quantlab.recurrences import (
     Records,
     StepInputs,
@@ -140,6 +141,18 @@ class DecodeState:
     def cursor(self) -> Tensor:
         """Records in the window of each sequence (batch,)."""
         return self._buffer.cursor.clone()
+
+    @property
+    def read_copy_bits(self) -> Encoded:
+        """The stored bits of the read copy; InputError if the policy has none."""
+        if self._copy is None:
+            raise InputError("policy", str(self.policy), "a read copy (checkpoint/copy@window)")
+        return self._copy.encoded
+
+    @property
+    def window_tensors(self) -> dict[str, Tensor]:
+        """The window's memory by field (batch, window, ...), undefined behind each cursor; {} before first use."""
+        return dict(self._buffer.fields)
 
     @property
     def ledger(self) -> ByteLedger:

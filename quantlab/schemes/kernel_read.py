@@ -1,0 +1,45 @@
+"""Which op of ``backend`` serves the reads of a decode state, and the state's stored bits as its arguments."""
+
+import torch
+from torch import Tensor
+
+from quantlab.formats import pack_nibbles
+from quantlab.recurrences import StepInputs
+from quantlab.schemes.policy import Policy
+from quantlab.schemes.state import DecodeState
+
+
+def read_op(policy: Policy, family: str) -> str | None:
+    """The op that reads for steps that do not flush under ``policy``, or None if only torch does."""
+    copy = policy.read_copy
+    if family == "mamba2" and copy is not None and copy.name == "nvfp4" and copy.granularity == "matrix":
+        return "dual_read"
+    return None
+
+
+def dual_read_arguments(state: DecodeState, inputs: StepInputs) -> dict[str, Tensor]:
+    """What ``dual_read`` takes to read ``state`` (Mamba-2, NVFP4 read copy) for the token ``inputs``.
+
+    The read copy's codes are packed two a byte; window and token are float32.  Nothing changes in ``state``.
+    """
+    stored, shape = state.read_copy_bits, state.shape
+    assert stored.scales is not None
+    assert stored.global_scale is not None
+    window = state.window_tensors
+    batch = state.batch
+    empty = {
+        "k": torch.empty(batch, 0, shape.key_heads, shape.key_dim),
+        "d": torch.empty(batch, 0, shape.heads, shape.value_dim),
+        "log_decay": torch.empty(batch, 0, shape.heads),
+    }
+    return {
+        "codes": pack_nibbles(stored.codes),
+        "scales": stored.scales,
+        "global_scale": stored.global_scale,
+        **{f"{name}_buffer": window.get(name, value) for name, value in empty.items()},
+        "cursor": state.cursor.to(torch.int32),
+        "q": inputs.q,
+        "k": inputs.k,
+        "d": inputs.v,
+        "log_decay": inputs.log_decay,
+    }
