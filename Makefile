@@ -35,10 +35,10 @@ clean: ## remove .venv, build outputs and caches; results/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find quantlab kernels evals tests experiments -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
-# Status 5 is "no test selected": a tier may be empty, but never silently.
+# One process a core (-n auto).  Status 5 is "no test selected": a tier may be empty, but never silently.
 define pytest
 @echo "$(RUN) -m pytest -m '$(1)'"
-@$(RUN) -m pytest -m '$(1)' || { status=$$?; test $$status -eq 5 || exit $$status; \
+@$(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal -m '$(1)' || { status=$$?; test $$status -eq 5 || exit $$status; \
 	echo 'make: NOTE: no test is marked "$(1)", so nothing was run' >&2; }
 endef
 
