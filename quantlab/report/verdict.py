@@ -11,12 +11,16 @@ from quantlab.report.tables import AGREEMENT, DriftRow, EvalRow
 BF16_ROUNDING = 1.66e-3
 # A growth exponent whose whole interval lies above this is growth; 0 is flat, 0.5 is a random walk.
 FLAT = 0.1
+# Above this share of the signal the output is more error than answer, whatever the trend.
+RUINOUS = 0.5
 
 WORDS = {
     "invisible": "below bf16 noise",
     "bounded": "bounded",
     "unclear": "growth unclear",
+    "untimed": "no growth interval",
     "grows": "grows",
+    "ruinous": "ruinous",
     "loses": "loses accuracy",
     "diverged": "diverges",
     "unproven": "not proven",
@@ -110,11 +114,13 @@ def _classify(policy: str, rows: Sequence[DriftRow], bad: int, worst: EvalRow | 
         return "unproven"
     if all(row.output_error is not None and row.output_error <= BF16_ROUNDING for row in rows):
         return "invisible"
+    if any(row.output_error is not None and row.output_error > RUINOUS for row in rows):
+        return "ruinous"
     if any(row.growth_low is not None and row.growth_low > FLAT for row in rows):
         return "grows"
     if all(row.growth_high is not None and row.growth_high <= FLAT for row in rows):
         return "bounded"
-    return "unclear"
+    return "untimed" if any(row.growth_low is None for row in rows) else "unclear"
 
 
 @dataclass(frozen=True)
@@ -160,9 +166,17 @@ def answer(found: Sequence[Verdict], streams: int, drift: Sequence[DriftRow]) ->
         details.append(f"Avoid {join(bad)}: diverged on at least one stream.")
     if growing:
         details.append(f"Avoid for long outputs {join(growing)}: the error grows with every decoded token.")
-    unclear = [v.policy for v in found if v.verdict in ("unclear", "unproven")]
-    if unclear and drift:
-        details.append(f"Undecided here: {join(unclear)} (interval too wide, or points missing; see below).")
+    ruinous = [v.policy for v in found if v.verdict == "ruinous"]
+    if ruinous:
+        details.append(f"Avoid {join(ruinous)}: an output error above half of the signal.")
+    for verdict, reason in (
+        ("unclear", "the growth interval is too wide"),
+        ("untimed", "no growth interval; it needs heads x sequences of at least 16"),
+        ("unproven", "points failed, are missing, or never read a store back"),
+    ):
+        undecided = [v.policy for v in found if v.verdict == verdict]
+        if undecided and drift:
+            details.append(f"Undecided here: {join(undecided)} ({reason}).")
     return Answer(headline, details, _sure(found, streams, drift))
 
 

@@ -72,7 +72,9 @@ class Reporter:
             if event.text:
                 self._bars.update(task, description=f"{job.label}: {event.text}")
             else:
-                self._bars.update(task, completed=event.done, total=event.total or None)
+                self._bars.update(
+                    task, description=job.label, completed=event.done, total=event.total or None
+                )
             return
         last = self._last.setdefault(job.label, time.monotonic())
         if time.monotonic() - last >= LINE_EVERY:

@@ -274,7 +274,7 @@ def test_missing_growth_interval_is_unclear(fake_records):
         else record
         for record in fake_records
     ]
-    assert decide(changed)["int8@16"].verdict == "unclear"
+    assert decide(changed)["int8@16"].verdict == "untimed"
 
 
 def test_every_policy_has_its_own_look():
