@@ -251,9 +251,12 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     failure.
 
     The name carries machine and process, so that :func:`remove_stale` can tell what a killed process left
-    behind.
+    behind.  A link is followed, so its target is what changes.  Raises InputError for a device, pipe or folder:
+    renaming would replace it, and for root even /dev/null can be replaced.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
+    if os.path.lexists(path) and not path.is_file():
+        raise InputError("output", str(path), "a regular file or a free name; something else is in the way")
     prefix = f".{path.name}.{_machine()}.{os.getpid()}."
     handle, name = tempfile.mkstemp(prefix=prefix, suffix=".tmp", dir=path.parent)
     os.close(handle)
