@@ -3,7 +3,6 @@
 import difflib
 from collections.abc import Iterable
 
-
 LONGEST_VALUE = 300  # characters of a value that a message quotes
 
 

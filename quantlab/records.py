@@ -422,6 +422,8 @@ def _check_stream(arrays: Mapping[str, np.ndarray], source: str) -> None:
         arrays, key=lambda name: (list(axes).index(name) if name in axes else len(axes), name)
     ):
         array = arrays[name]
+        if array.dtype.kind not in "fiu":
+            raise InputError("stream file", source, f"real numbers, but {name} is {array.dtype}")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise InputError("stream file", source, f"finite numbers, but {name} holds NaN or Inf")
         letters = "TBHV" if name == "log_decay" and array.ndim == 4 else axes.get(name, "")
