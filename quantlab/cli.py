@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,7 @@ def report(
 
 @app.command(epilog=_example("drift --family gated_delta --alpha 0.99 -p fp32/nvfp4@16 -p nvfp4@1"))
 def drift(
+    context: typer.Context,
     policy: Policies = None,
     family: Family = "gated_delta",
     alpha: Annotated[
@@ -99,7 +101,9 @@ def drift(
     steps: Annotated[int, typer.Option(help="Decoded tokens.", min=1)] = 1024,
     heads: Annotated[int, typer.Option(help="Heads of the layer.", min=1)] = 8,
     sequences: Annotated[int, typer.Option(help="Independent sequences.", min=1)] = 2,
-    seed: Annotated[int, typer.Option(help="Of the stream and of stochastic rounding.", min=0)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the stream and of stochastic rounding.", min=0, max=2**63 - 1)
+    ] = 0,
     preset: Annotated[str | None, typer.Option(help="evidence or realistic.")] = None,
     beta: Annotated[
         float | None, typer.Option(help="Constant write strength (gated_delta, preset evidence).")
@@ -112,8 +116,14 @@ def drift(
 ) -> None:
     """Measure the error of policies per decoded token, on one stream, beside a float64 shadow."""
     from quantlab import drift as drifts
+    from quantlab.schemes import check_policy_fits, parse_policy
 
+    policies = [parse_policy(text) for text in policy or ["fp32@1"]]
     if stream is not None:
+        made_only = "family alpha steps heads sequences preset beta value_dim key_dim".split()
+        for name in made_only:
+            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
+                raise InputError(name, context.params[name], "nothing, as the stream file decides it")
         made = drifts.load_stream(stream)
     else:
         made = drifts.synthetic_stream(
@@ -128,10 +138,12 @@ def drift(
             key_dim=key_dim,
             beta=beta,
         )
+    for parsed in policies:
+        check_policy_fits(parsed, made.family)
     if save_stream is not None:
         drifts.save_stream(made, save_stream)
     with _progress(f"{made.steps} steps", made.steps) as advance:
-        result = drifts.run_drift(made, policy or ["fp32@1"], seed=seed, on_step=advance)
+        result = drifts.run_drift(made, policies, seed=seed, on_step=advance)
     rows = []
     for run in result.runs:
         metrics = result.metrics(run)
@@ -190,7 +202,9 @@ def evaluate(
     ] = Path("results/eval"),
     batch_size: Annotated[int, typer.Option(help="Contexts decoded together.", min=1)] = 32,
     limit: Annotated[int | None, typer.Option(help="Only the first documents.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="Choice order and stochastic rounding.", min=0)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Choice order and stochastic rounding.", min=0, max=2**32 - 1)
+    ] = 0,
     scoring: Annotated[str, typer.Option(help="decode, boundary or prefill.")] = "decode",
     as_json: Json = False,
 ) -> None:
@@ -290,11 +304,13 @@ def explain(
     """Say what a policy stores, reads and costs, with the defaults of the family filled in."""
     import torch
 
-    from quantlab.drift import steady_output_error
+    from quantlab.drift import check_memory, steady_output_error
     from quantlab.schemes import start
     from quantlab.schemes.backend import choose
     from quantlab.schemes.kernel_read import read_op
 
+    sizes = {"heads": heads, "value_dim": value_dim, "key_dim": key_dim}
+    check_memory("state", sizes, heads * value_dim * key_dim)
     state = start(
         policy,
         family,
@@ -393,6 +409,18 @@ def main() -> None:
         app()
     except InputError as error:
         typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        # A disk that fills up, an output that is taken away: nobody's bug, and what is stored stays.
+        place = f" {error.filename}" if error.filename else ""
+        typer.echo(f"error: {error.strerror or error}{place}", err=True)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search("alloc.* memory|out of memory", str(error)):
+            raise
+        typer.echo(
+            "error: out of memory: fewer or smaller heads, sequences, steps or batches needed", err=True
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command goes on from here", err=True)

@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+LONGEST_VALUE = 300  # characters of a value that a message quotes
+
 
 class InputError(ValueError):
     """A user's argument is wrong.
@@ -13,7 +15,12 @@ class InputError(ValueError):
 
     def __init__(self, argument: str, value: object, expected: str):
         self.argument, self.value, self.expected = argument, value, expected
-        super().__init__(f"{argument} {value!r}: expected {expected}")
+        # Libraries whose messages are quoted here write several lines; the user gets one, short enough to be read.
+        shown = repr(value)
+        if len(shown) > LONGEST_VALUE:
+            shown = f"{shown[:LONGEST_VALUE]}..."
+        text = f"{argument} {shown}: expected {expected}"
+        super().__init__(" ".join(line.strip() for line in text.splitlines()))
 
     def __reduce__(self):
         # Exceptions are rebuilt from args by pickle; workers send this one across process borders.

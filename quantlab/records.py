@@ -251,9 +251,12 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     failure.
 
     The name carries machine and process, so that :func:`remove_stale` can tell what a killed process left
-    behind.
+    behind.  A link is followed, so its target is what changes.  Raises InputError for a device, pipe or folder:
+    renaming would replace it, and for root even /dev/null can be replaced.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
+    if os.path.lexists(path) and not path.is_file():
+        raise InputError("output", str(path), "a regular file or a free name; something else is in the way")
     prefix = f".{path.name}.{_machine()}.{os.getpid()}."
     handle, name = tempfile.mkstemp(prefix=prefix, suffix=".tmp", dir=path.parent)
     os.close(handle)
@@ -419,6 +422,8 @@ def _check_stream(arrays: Mapping[str, np.ndarray], source: str) -> None:
         arrays, key=lambda name: (list(axes).index(name) if name in axes else len(axes), name)
     ):
         array = arrays[name]
+        if array.dtype.kind not in "fiu":
+            raise InputError("stream file", source, f"real numbers, but {name} is {array.dtype}")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise InputError("stream file", source, f"finite numbers, but {name} holds NaN or Inf")
         letters = "TBHV" if name == "log_decay" and array.ndim == 4 else axes.get(name, "")

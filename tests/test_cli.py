@@ -76,6 +76,22 @@ def test_explain_and_predict_and_formats():
         ("drift --steps 0", ["--steps"]),
         ("drift --stream nowhere.safetensors", ["nowhere.safetensors"]),
         ("drift --alpha 0.9 --steps 4 --save-stream /proc/nothing/x", ["/proc/nothing/x"]),
+        ("drift --beta 0.5", ["beta 0.5", "preset realistic"]),
+        ("drift --family mamba2 --alpha 0.9 --beta 0.5", ["beta 0.5", "no delta rule"]),
+        ("drift --preset= --steps 4", ["preset ''", "evidence"]),
+        ("drift --steps 99999999999999 --heads 1", ["stream", "99999999999999", "GiB"]),
+        ("drift --heads 99999999999999999999", ["stream", "99999999999999999999", "GiB"]),
+        ("drift --seed 9223372036854775808", ["--seed"]),
+        ("drift -p fp32@99999999999999999999999", ["policy", "at most 65536"]),
+        ("drift -p bf16+sr\u0663@1", ["policy", "\u0663"]),
+        ("drift --steps 8 --save-stream left -p fp33@1", ["policy", "'fp33@1'"]),
+        (
+            "drift --steps 8 --save-stream left --family mamba2 -p fp32/nvfp4@16:key_read=checkpoint",
+            ["delta rule only"],
+        ),
+        ("drift --stream x --steps 8 --alpha 0.5", ["alpha 0.5", "the stream file decides it"]),
+        ("predict fp32@1 --key-dim 99999999999999999999", ["key_dim", "GiB"]),
+        ("explain fp32@1 --heads 99999999999", ["state", "heads 99999999999", "GiB"]),
         ("predict fp32@1 --alpha 1.0", ["alpha", "1.0"]),
         ("explain fp32@16:dot=tf32", ["dot=tf32 is not built yet"]),
         ("explain fp32@1 --heads 4 --key-heads 3", ["key_heads", "3"]),
@@ -94,3 +110,40 @@ def test_bad_input_is_one_line_and_status_2(arguments, names, tmp_path):
     if done.stderr.startswith("error: "):
         assert len(done.stderr.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_running_out_of_memory_or_disk_is_one_line(monkeypatch, capsys):
+    import torch
+
+    from quantlab import cli
+
+    def fails(error):
+        def formats_table():
+            raise error
+
+        return formats_table
+
+    with pytest.raises(RuntimeError) as caught:  # what the allocator itself says
+        torch.empty(2**50)
+    for error, words in (
+        (caught.value, "out of memory"),
+        (MemoryError(), "out of memory"),
+        (OSError(28, "No space left on device", "x.json"), "No space left on device x.json"),
+    ):
+        monkeypatch.setattr("quantlab.formats.format_rows", fails(error))
+        monkeypatch.setattr(sys, "argv", ["quantlab", "formats"])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 2
+        shown = capsys.readouterr().err
+        assert words in shown
+        assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_full_standard_output_is_one_line():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "quantlab.cli", "formats"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr == "error: No space left on device\n"

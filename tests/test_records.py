@@ -295,3 +295,32 @@ def test_unreadable_foreign_and_changed_stream_files(tmp_path, monkeypatch):
     path.write_bytes(data)
     with pytest.raises(InputError, match="file was changed"):
         records.load_stream_file(path)
+
+
+def test_only_regular_files_are_replaced(tmp_path):
+    """A rename would put a file where a device, pipe or folder was: as root, even in place of /dev/null."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("pipe", "folder", "loop"):
+        before = os.lstat(tmp_path / name)
+        with pytest.raises(InputError, match="a regular file or a free name"):
+            records.write_atomic(tmp_path / name, b"x")
+        assert os.lstat(tmp_path / name) == before
+    assert sorted(os.listdir(tmp_path)) == ["folder", "loop", "pipe"]
+
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere/file")
+    records.write_atomic(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "elsewhere" / "file").read_bytes() == b"new"
+    assert sorted(os.listdir(tmp_path / "elsewhere")) == ["file"]
+
+
+def test_messages_are_one_readable_line():
+    error = InputError("file", "x" * 5000, "something (first line\n  second line)")
+    assert "\n" not in str(error)
+    assert len(str(error)) < 400
+    assert str(error).endswith("(first line second line)")

@@ -3,7 +3,7 @@
 from quantlab.drift.growth import Growth, growth
 from quantlab.drift.measure import DriftResult, PolicyRun, run_drift
 from quantlab.drift.predictor import BAND, predict_curve, steady_output_error
-from quantlab.drift.streams import Stream, load_stream, save_stream, synthetic_stream
+from quantlab.drift.streams import Stream, check_memory, load_stream, save_stream, synthetic_stream
 
 __all__ = [
     "BAND",
@@ -11,6 +11,7 @@ __all__ = [
     "Growth",
     "PolicyRun",
     "Stream",
+    "check_memory",
     "growth",
     "load_stream",
     "predict_curve",

@@ -111,7 +111,8 @@ class DriftResult:
         half = slice(self.steps // 2, None)
         output, state = self.output_reference[half], self.state_reference[half]
         error = pooled(run.output_error[half], output)
-        bias = float(np.nansum(run.gain[half]) / output.sum())
+        with np.errstate(invalid="ignore", divide="ignore"):  # a stream may read nothing but zeros
+            bias = float(np.nansum(run.gain[half]) / output.sum())
         exponent = self.growth(run)
         predicted = pooled(run.prediction.output[half], output)
         steady = run.status == "ok" and abs(exponent.exponent) <= 0.15

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quantlab.drift.streams import check_memory
 from quantlab.formats import Format
 from quantlab.formats.random import random_words
 from quantlab.recurrences import get_recurrence
@@ -31,6 +32,7 @@ from quantlab.schemes.ledger import uses_raw
 
 BAND = 1.4
 SMALL_ERROR = 0.5
+NOISE_ROWS = 512  # rows of the Gaussian state that the noise of a store is taken from
 # One float32 operation: relative RMS of rounding a value whose mantissa is log-uniform, 2^-24 / sqrt(3) * 0.74.
 FLOAT32_NOISE = 2.0**-24 / np.sqrt(3) * 0.74
 # In powers of that: a fold multiplies and adds once; a read sums key_dim products.  A partial sum of i of them has
@@ -80,6 +82,7 @@ def steady_output_error(policy: "str | Policy", family: str, alpha: float, key_d
     Infinite where rounding noise outgrows the decay: rho^L (1 + eps^2) >= 1, which is eps^2 >= 1 - rho^L for small eps.
     """
     policy = parse_policy(policy)
+    check_memory("key_dim", {"key_dim": key_dim}, NOISE_ROWS * key_dim)
     # beta = sigmoid(N(0, 1)): E[2 beta - beta^2] = 1 - E[(1 - beta)^2] = 1 - E[beta^2].
     second_moment = 0.2934
     rule = get_recurrence(family).delta_rule
@@ -204,15 +207,21 @@ def gaussian_noise(policy: Policy, key_dim: int = 128) -> dict[str, float]:
 
 @lru_cache(maxsize=256)
 def _gaussian_noise(format: Format, key_dim: int) -> float:
-    state = torch.randn(1, 8, 64, key_dim, generator=torch.Generator().manual_seed(20), dtype=torch.float32)
+    state = torch.randn(
+        1, 8, NOISE_ROWS // 8, key_dim, generator=torch.Generator().manual_seed(20), dtype=torch.float32
+    )
     return float(rounding_noise(format, state).pow(2).mean().sqrt())
 
 
 def rounding_noise(format: Format, state: torch.Tensor) -> torch.Tensor:
     """Relative RMS error of storing ``state`` (batch, heads, value_dim, key_dim) once: (batch, heads).
 
-    A zero state has no relative error: its entry is 0.
+    A zero state has no relative error: its entry is 0.  One with NaN or Inf cannot be stored: its entry is NaN.
     """
+    finite = state.isfinite().all(-1).all(-1)
+    if not finite.all():
+        held = rounding_noise(format, torch.where(finite[..., None, None], state, 0.0))
+        return torch.where(finite, held, torch.nan)
     if not format.rounded:
         return torch.zeros(state.shape[:2], dtype=torch.float64)
     words = None

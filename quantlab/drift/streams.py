@@ -1,6 +1,7 @@
 """Streams: the decode inputs of a batch of sequences, step by step, synthetic or captured from a model."""
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from quantlab.recurrences import StepInputs, get_recurrence
 PRESETS = ("evidence", "realistic")
 DEFAULT_SHAPE = {"gated_delta": (128, 128), "mamba2": (64, 128), "mamba1": (64, 16)}
 PREFILL_STEPS = 512
+LARGEST_SEED = 2**63 - 1  # what a 64-bit integer column holds
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,10 @@ class Stream:
             found = None if value is None else tuple(value.shape)
             if found != shape:
                 raise InputError(f"stream {name}", found, f"shape {shape} for {self.family}")
+        if min(self.initial.shape) < 1:
+            raise InputError(
+                "stream initial", tuple(self.initial.shape), "at least one entry along each axis"
+            )
         if steps < 1 or groups < 1 or heads % groups:
             raise InputError("stream k", tuple(self.k.shape), f"steps >= 1 and key heads that divide {heads}")
         for name, value in self.tensors().items():
@@ -123,7 +129,8 @@ def load_stream(path: str | Path) -> Stream:
         raise InputError(
             "stream", str(path), f"arrays q, k, v, log_decay, initial [beta, rates]; got {sorted(arrays)}"
         )
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(a, np.float32)) for name, a in arrays.items()}
+    with np.errstate(over="ignore"):  # what float32 cannot hold is Inf from here on, and refused as such
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(a, np.float32)) for name, a in arrays.items()}
     return Stream(family=meta["family"], meta=meta, **tensors)
 
 
@@ -152,13 +159,17 @@ def synthetic_stream(
     Raises InputError for an unknown family or preset and for values out of range.
     """
     get_recurrence(family)
-    preset = preset or ("realistic" if alpha is None else "evidence")
+    if preset is None:
+        preset = "realistic" if alpha is None else "evidence"
     if preset not in PRESETS:
         raise unknown_name("preset", preset, PRESETS)
-    if preset == "realistic" and (alpha is not None or beta is not None):
-        raise InputError(
-            "alpha", alpha, "no alpha or beta with preset realistic, which draws them for each head"
-        )
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if preset == "realistic" and value is not None:
+            raise InputError(
+                name, value, "no alpha or beta with preset realistic, which draws them for each head"
+            )
+    if beta is not None and not get_recurrence(family).delta_rule:
+        raise InputError("beta", beta, f"no beta with {family}, which has no delta rule")
     alpha = 0.99 if alpha is None else alpha
     if not 0.0 < alpha <= 1.0:
         raise InputError("alpha", alpha, "a decay per step in (0, 1]")
@@ -173,7 +184,11 @@ def synthetic_stream(
             raise InputError(name, count, "at least 1")
     if heads % groups:
         raise InputError("key_heads", groups, f"a divisor of heads = {heads}")
+    if not 0 <= seed <= LARGEST_SEED:
+        raise InputError("seed", seed, f"a whole number from 0 to {LARGEST_SEED}")
     shape = _Shape(steps, sequences, heads, groups, value_dim, key_dim)
+    token = sequences * (2 * groups * key_dim + heads * (value_dim + 2))
+    check_memory("stream", counts, steps * token + sequences * heads * value_dim * key_dim)
     generator = torch.Generator().manual_seed(seed)
     make = _evidence if preset == "evidence" else _realistic
     arrays = make(family, shape, generator, alpha, beta)
@@ -181,6 +196,17 @@ def synthetic_stream(
     if preset == "evidence":
         meta |= {"alpha": alpha, "beta": beta}
     return Stream(family=family, meta=meta, **arrays)
+
+
+def check_memory(argument: str, sizes: Mapping[str, int], values: int) -> None:
+    """InputError if ``values`` float32 numbers are more than this machine's memory holds.
+
+    Asked for in vain, so much memory ends in an exception of the allocator, or the process is killed.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 4 * values > memory:
+        shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise InputError(argument, shown, f"sizes that fit into this machine's {memory / 2**30:.0f} GiB")
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def _modifier(text: str, modifier: str, fields: dict) -> dict:
     word = modifier.partition(".")[0]
     if word in PLANNED_MODIFIERS:
         raise _not_built(text, f"+{word}")
-    if stochastic := re.fullmatch(r"sr(\d*)", modifier):
+    if stochastic := re.fullmatch(r"sr([0-9]{0,9})", modifier):
         if "stochastic" in fields:
             raise InputError("format", text, "+sr once")
         bits = int(stochastic[1] or EXACT_BITS)

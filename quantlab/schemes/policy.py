@@ -13,6 +13,7 @@ from quantlab import formats
 from quantlab.errors import InputError, unknown_name
 from quantlab.formats import Format
 
+LARGEST_WINDOW = 1 << 16  # the buffer holds that many records of every head
 EXAMPLE = "checkpoint[/read copy]@window[:key=value], for example fp32/nvfp4@16"
 
 
@@ -92,8 +93,12 @@ def _parse_store(name: str, text: str) -> Format:
 
 
 def _parse_window(window: str, text: str) -> int:
-    if not (window.isascii() and window.isdigit()) or int(window) < 1:
-        raise InputError("policy", text, f"a window of at least 1 after '@', not {window!r}")
+    # Digits are counted first: int() itself refuses very long ones.
+    digits = window.isascii() and window.isdigit() and len(window) <= 9
+    if not digits or not 1 <= int(window) <= LARGEST_WINDOW:
+        raise InputError(
+            "policy", text, f"a window of at least 1 and at most {LARGEST_WINDOW} after '@', not {window!r}"
+        )
     return int(window)
 
 

@@ -43,7 +43,8 @@ class Summary:
 def parse_shard(text: str) -> tuple[int, int]:
     """``"2/8"`` -> (2, 8): part 2 of 8, counted from 1.  Raises InputError."""
     index, slash, count = text.partition("/")
-    if slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count):
+    numbers = slash and f"{index}{count}".isascii() and max(len(index), len(count)) <= 9
+    if numbers and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count):
         return int(index), int(count)
     raise InputError("shard", text, "i/n with 1 <= i <= n, for example 2/8")
 

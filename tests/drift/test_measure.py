@@ -1,5 +1,7 @@
 """What a drift run reports: exactness, laws, prediction, and results that are not numbers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,9 @@ import torch
 from quantlab.drift import BAND, run_drift, steady_output_error, synthetic_stream
 from quantlab.drift.growth import growth, pooled
 from quantlab.drift.point import run_point, run_points, stream_of
+from quantlab.drift.streams import load_stream
 from quantlab.errors import InputError
+from quantlab.records import save_stream_file
 from quantlab.recurrences import RECURRENCES
 
 
@@ -211,3 +215,48 @@ def test_stream_files_keep_every_bit(tmp_path):
     (tmp_path / "broken").write_bytes(b"not a stream")
     with pytest.raises(InputError, match="broken"):
         load_stream(tmp_path / "broken")
+
+
+def test_a_stream_that_overflows_is_a_result_for_every_policy():
+    """The predictor takes its noise from the shadow in float32, which may have left float32's range itself."""
+    stream = small("mamba2", alpha=0.9, steps=16)
+    stream.log_decay.fill_(25.0)  # e^25 a step: float32 is full after 4 steps, float64 after 29
+    result = run_drift(stream, ["fp32@1", "nvfp4@4", "int8@1", "fp32/nvfp4@4"])
+    for run in result.runs:
+        assert run.status == "diverged"
+        assert 1 <= run.diverged_at <= 6
+        assert np.isnan(result.metrics(run)["predicted_output_error"])
+
+
+def test_streams_without_heads_or_numbers_are_refused(tmp_path):
+    stream = small("mamba2", alpha=0.9, steps=4)
+    with pytest.raises(InputError, match="at least one entry along each axis"):
+        replace(
+            stream,
+            v=stream.v[:, :, :0],
+            log_decay=stream.log_decay[:, :, :0],
+            initial=stream.initial[:, :0],
+        )
+    arrays = {name: value.numpy() for name, value in stream.tensors().items()}
+    for kind in (np.complex64, np.bool_):
+        wrong = arrays | {"v": arrays["v"].astype(kind)}
+        with pytest.raises(InputError, match="real numbers, but v is"):
+            save_stream_file(tmp_path / "s", wrong, {"family": "mamba2"})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_that_float32_cannot_hold_are_refused_in_one_line(tmp_path):
+    arrays = {
+        name: value.double().numpy() for name, value in small("mamba2", alpha=0.9, steps=4).tensors().items()
+    }
+    arrays["v"][0] = 1e300
+    save_stream_file(tmp_path / "s", arrays, {"family": "mamba2"})
+    with pytest.raises(InputError, match="stream v 'NaN or Inf'"):
+        load_stream(tmp_path / "s")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_stream_that_writes_nothing_is_measured_without_a_word():
+    result = run_drift(small(alpha=0.9, beta=0.0, steps=8), ["fp32@1"])
+    assert np.isnan(metrics(result)["fp32@1"]["output_bias"])
