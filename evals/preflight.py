@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quantlab.errors import InputError, unknown_name
+from quantlab.errors import InputError
 from quantlab.evals.gpqa import read_rows
 from quantlab.evals.plugin import TASK_FOLDER
 from quantlab.schemes import Policy, parse_policy
@@ -60,7 +60,7 @@ def check_tasks(tasks: Sequence[str], data: str | Path | None, seed: int) -> Any
         manager = TaskManager(**options)
         for task in tasks:
             if task not in manager.all_tasks:
-                raise unknown_name("task", task, own)
+                raise InputError("task", task, f"a task of lm-eval or of quantlab ({', '.join(sorted(own))})")
     if own & set(tasks) and data is None:
         raise InputError("data", None, f"a local GPQA file for {', '.join(sorted(own & set(tasks)))}")
     return manager

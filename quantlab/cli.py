@@ -1,16 +1,16 @@
 """The command line.  One verb a function; bad input ends with one line and exit status 2."""
 
-import contextlib
-import json
+import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from quantlab import __version__
 from quantlab.errors import InputError
+from quantlab.terminal import print_json, print_table, progress, text_of
 
 app = typer.Typer(
     name="quantlab",
@@ -21,6 +21,18 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
 )
+
+
+@app.callback()
+def quantlab(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)
+    ] = False,
+) -> None:
+    if version:
+        typer.echo(f"quantlab {__version__}")
+        raise typer.Exit
+
 
 Policies = Annotated[
     list[str] | None,
@@ -118,6 +130,7 @@ def drift(
     from quantlab import drift as drifts
     from quantlab.schemes import check_policy_fits, parse_policy
 
+    _fix_threads()
     policies = [parse_policy(text) for text in policy or ["fp32@1"]]
     if stream is not None:
         made_only = "family alpha steps heads sequences preset beta value_dim key_dim".split()
@@ -142,7 +155,7 @@ def drift(
         check_policy_fits(parsed, made.family)
     if save_stream is not None:
         drifts.save_stream(made, save_stream)
-    with _progress(f"{made.steps} steps", made.steps) as advance:
+    with progress(f"{made.steps} steps", made.steps) as advance:
         result = drifts.run_drift(made, policies, seed=seed, on_step=advance)
     rows = []
     for run in result.runs:
@@ -150,12 +163,12 @@ def drift(
         chosen = {"policy": str(run.policy), "status": run.status}
         rows.append(chosen | {key: metrics[key] for key in _DRIFT_KEYS})
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
     title = (
         f"{made.family}, {made.steps} steps, {made.heads} heads x {made.batch}, stream {result.stream_hash}"
     )
-    _print_table(title, rows, list(_DRIFT_COLUMNS), _DRIFT_COLUMNS)
+    print_table(title, rows, list(_DRIFT_COLUMNS), _DRIFT_COLUMNS)
     for row in rows:
         for key in ("warning", "prediction_note"):
             if row[key]:
@@ -211,6 +224,7 @@ def evaluate(
     """Run lm-eval tasks with the model's decode state under each policy."""
     from quantlab.evals.run import run_eval
 
+    _fix_threads()
     names = [name for name in tasks.split(",") if name]
     records = run_eval(
         model,
@@ -232,12 +246,12 @@ def evaluate(
         keys = ("exercised", "op_hits", "bits_per_value", "bytes_per_token", "warning")
         rows.append(row | {key: metrics.get(key) for key in keys})
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
     columns = [
         key for key in dict.fromkeys(k for row in rows for k in row) if key not in ("op_hits", "warning")
     ]
-    _print_table(f"{model.name}: {', '.join(names)}", rows, columns)
+    print_table(f"{model.name}: {', '.join(names)}", rows, columns)
     for row in rows:
         if row["warning"]:
             typer.echo(f"{row['policy']}: {row['warning']}")
@@ -266,9 +280,9 @@ def predict(
         row: dict[str, Any] = {"policy": str(parsed)}
         rows.append(row | {f"alpha {a:g}": steady_output_error(parsed, family, a, key_dim) for a in alphas})
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
-    _print_table(f"Predicted relative output error, {family}, steady state", rows, list(rows[0]))
+    print_table(f"Predicted relative output error, {family}, steady state", rows, list(rows[0]))
     typer.echo("inf: rounding noise outgrows the decay and the state diverges.")
 
 
@@ -285,10 +299,10 @@ def formats(
         return
     rows = format_rows()
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
     shown = [{k: ", ".join(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows]
-    _print_table("Formats (bits per value of a 128 x 128 head)", shown, list(rows[0]))
+    print_table("Formats (bits per value of a 128 x 128 head)", shown, list(rows[0]))
 
 
 @app.command(epilog=_example("explain fp16+sr/nvfp4@16 --family gated_delta"))
@@ -322,85 +336,40 @@ def explain(
     op, device = read_op(parsed, family), "cuda" if torch.cuda.is_available() else "cpu"
     about = {
         "policy": str(parsed),
-        "in force": state.effective_policy,
+        "layer": f"{family}, {heads} heads of {value_dim} x {key_dim}, {state.shape.key_heads} key heads; one sequence",
+        "in_force": state.effective_policy,
         "checkpoint": f"{parsed.checkpoint.text}: drives the recurrence, stored every {parsed.window} token(s)",
-        "read copy": f"{parsed.read_copy.text}: serves reads" if parsed.read_copy else "none",
+        "read_copy": f"{parsed.read_copy.text}: serves reads" if parsed.read_copy else "none",
         "window": f"{parsed.window - 1} buffered record(s), then a flush" if parsed.window > 1 else "none",
         "kernel": str(choose(op, device)) if op else "none yet: torch serves every step",
-        "bits per value": ledger.bits_per_value,
-        "bytes held": ledger.held,
-        "bytes read per token": ledger.read,
-        "bytes written per token": ledger.written,
-        "bytes per token": ledger.bytes_per_token,
-        "against fp32@1": ledger.bytes_per_token / (8.0 * ledger.values),
-        "predicted output error at alpha 0.99": steady_output_error(parsed, family, 0.99, key_dim),
+        "bits_per_value": ledger.bits_per_value,
+        "bytes_held": ledger.held,
+        "bytes_read_per_token": ledger.read,
+        "bytes_written_per_token": ledger.written,
+        "bytes_per_token": ledger.bytes_per_token,
+        "against_fp32": ledger.bytes_per_token / (8.0 * ledger.values),
+        "predicted_output_error_at_alpha_0.99": steady_output_error(parsed, family, 0.99, key_dim),
     }
     if as_json:
-        _print_json([about])
+        print_json([about])
         return
     for name, value in about.items():
         if isinstance(value, dict):
             value = ", ".join(f"{part} {size:,.0f}" for part, size in value.items())
-        typer.echo(f"{name:>38}  {_text(value)}")
+        typer.echo(f"{name.replace('_', ' '):>36}  {text_of(value)}")
+
+
+def _fix_threads() -> None:
+    """One thread unless OMP_NUM_THREADS says otherwise: states are small, and more threads wait for each other."""
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
 
 
 def _rates(family: str, heads: int, value_dim: int, key_dim: int):
     import torch
 
     return -torch.ones(heads, value_dim, key_dim) if family == "mamba1" else None
-
-
-@contextlib.contextmanager
-def _progress(label: str, total: int) -> Iterator[Any]:
-    """A bar on a terminal; silence elsewhere (the result follows)."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda done: bar.update(task, completed=done)
-
-
-def _print_json(rows: list[dict[str, Any]]) -> None:
-    from quantlab.records import encode
-
-    for row in rows:
-        typer.echo(json.dumps(encode(row)))
-
-
-def _print_table(
-    title: str, rows: list[dict[str, Any]], columns: list[str], names: dict[str, str] | None = None
-) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        number = all(isinstance(row.get(column), (int, float, type(None))) for row in rows)
-        table.add_column(
-            (names or {}).get(column, column), justify="right" if number else "left", overflow="fold"
-        )
-    for row in rows:
-        table.add_row(*(_text(row.get(column)) for column in columns))
-    # A pipe has no width: give every column the room it needs there.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return (
-            f"{value:,.0f}" if abs(value) >= 1e4 and value == value and abs(value) < 1e12 else f"{value:.3g}"
-        )
-    if isinstance(value, list):
-        return f"[{', '.join(_text(v) for v in value)}]"
-    if isinstance(value, dict):
-        return ", ".join(f"{k} {_text(v)}" for k, v in value.items() if v is not None)
-    return str(value)
 
 
 def main() -> None:

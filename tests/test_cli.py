@@ -59,7 +59,7 @@ def test_drift_reads_the_stream_it_saved(tmp_path):
 
 def test_explain_and_predict_and_formats():
     about = json.loads(quantlab("explain", "fp16+sr/nvfp4@16", "--json").stdout)
-    assert about["in force"].endswith("contents=raw:key_read=copy:flush_read=exact")
+    assert about["in_force"].endswith("contents=raw:key_read=copy:flush_read=exact")
     rows = [json.loads(line) for line in quantlab("predict", "nvfp4@1", "--json").stdout.splitlines()]
     assert rows[0]["alpha 0.999"] == "inf"
     assert "nvfp4" in quantlab("formats").stdout

@@ -1,0 +1,76 @@
+"""How the command line shows things: tables, JSON lines, a bar."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def progress(label: str, total: int) -> Iterator[Any]:
+    """A bar on a terminal; silence elsewhere (the result follows)."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def print_json(rows: list[dict[str, Any]]) -> None:
+    """One JSON object a line; NaN and Inf as text."""
+    from quantlab.records import encode
+
+    for row in rows:
+        print(json.dumps(encode(row)))
+
+
+def print_table(
+    title: str, rows: list[dict[str, Any]], columns: list[str], names: dict[str, str] | None = None
+) -> None:
+    """``rows`` as a table, as wide as it needs; on a narrow terminal, one block a row.  names: of the columns."""
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    labels = names or {}
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        number = all(isinstance(row.get(column), (int, float, type(None))) for row in rows)
+        table.add_column(labels.get(column, column), justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(text_of(row.get(column)) for column in columns))
+    console = Console()
+    needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    if not sys.stdout.isatty():
+        # A pipe has no width: give every column the room it needs.
+        Console(width=max(80, needed)).print(table)
+    elif needed <= console.width:
+        console.print(table)
+    else:
+        # Numbers broken over lines cannot be read; a block a row fits everywhere.
+        width = max(len(labels.get(column, column)) for column in columns)
+        print(title)
+        for row in rows:
+            print()
+            for column in columns:
+                print(f"  {labels.get(column, column):<{width}}  {text_of(row.get(column))}")
+
+
+def text_of(value: Any) -> str:
+    """A cell: three digits of a number, "-" for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return (
+            f"{value:,.0f}" if abs(value) >= 1e4 and value == value and abs(value) < 1e12 else f"{value:.3g}"
+        )
+    if isinstance(value, list):
+        return f"[{', '.join(text_of(v) for v in value)}]"
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {text_of(v)}" for k, v in value.items() if v is not None)
+    return str(value)
