@@ -13,6 +13,7 @@ from quantlab import formats
 from quantlab.errors import InputError, unknown_name
 from quantlab.formats import Format
 
+MAXIMUM_WINDOW = 65536  # the window's memory is taken at once; beyond this a typing error, not a study
 EXAMPLE = "checkpoint[/read copy]@window[:key=value], for example fp32/nvfp4@16"
 
 
@@ -92,9 +93,13 @@ def _parse_store(name: str, text: str) -> Format:
 
 
 def _parse_window(window: str, text: str) -> int:
-    if not (window.isascii() and window.isdigit()) or int(window) < 1:
-        raise InputError("policy", text, f"a window of at least 1 after '@', not {window!r}")
-    return int(window)
+    # Length first: Python refuses to read a number of thousands of digits.
+    short = window.isascii() and window.isdigit() and len(window) <= len(str(MAXIMUM_WINDOW))
+    if short and 1 <= int(window) <= MAXIMUM_WINDOW:
+        return int(window)
+    raise InputError(
+        "policy", text, f"a window of at least 1 and at most {MAXIMUM_WINDOW} after '@', not {window!r}"
+    )
 
 
 def _parse_options(texts: list[str], text: str) -> Options:
