@@ -25,17 +25,23 @@ class Growth:
 
 def log_bins(first: int, last: int, count: int) -> NDArray[np.int64]:
     """At most ``count`` + 1 distinct edges, log-spaced from ``first`` to ``last`` (both included, first >= 1)."""
-    edges = np.unique(np.round(np.geomspace(first, last, count + 1)).astype(np.int64))
-    return edges
+    return np.unique(np.round(np.geomspace(first, last, count + 1)).astype(np.int64))
 
 
 def pooled(error_squared: NDArray, reference_squared: NDArray) -> float:
-    """sqrt(sum |e|^2 / sum |ref|^2) over everything that is not NaN; NaN if nothing is left."""
+    """sqrt(sum |e|^2 / sum |ref|^2) over everything that is not NaN.
+
+    NaN if nothing is left, and where error and reference are both zero: no relative error; infinity if only the
+    reference is.
+    """
     valid = np.isfinite(error_squared) & np.isfinite(reference_squared)
     total = reference_squared[valid].sum()
     if not valid.any():
         return float("nan")
-    return float(np.sqrt(error_squared[valid].sum() / total)) if total > 0 else float("inf")
+    error = error_squared[valid].sum()
+    if total > 0:
+        return float(np.sqrt(error / total))
+    return float("inf") if error > 0 else float("nan")
 
 
 def pooled_curve(
@@ -43,15 +49,15 @@ def pooled_curve(
 ) -> tuple[NDArray, NDArray]:
     """Pooled error in each bin of steps (step 1 is row 0): (geometric centre of the bin, error).
 
-    error_squared, reference_squared: (steps, units); bins without a measured value are left out.
+    error_squared, reference_squared: (steps, units).  A bin without a measured value, or without a finite relative
+    error, holds NaN, so that curves over the same edges stay side by side.
     """
     centres, values = [], []
-    for low, high in itertools.pairwise(edges):
+    for low, high in itertools.pairwise(edges if len(edges) > 1 else [*edges, *edges]):
         start, stop = low - 1, (high if high == edges[-1] else high - 1)
         value = pooled(error_squared[start:stop], reference_squared[start:stop])
-        if np.isfinite(value):
-            centres.append(np.sqrt(low * max(stop, low)))
-            values.append(value)
+        centres.append(np.sqrt(low * max(stop, low)))
+        values.append(value if np.isfinite(value) else np.nan)
     return np.asarray(centres), np.asarray(values)
 
 
@@ -60,7 +66,7 @@ def growth(error_squared: NDArray, reference_squared: NDArray, *, window: int = 
 
     error_squared, reference_squared: (steps, units), units = heads x sequences; every entry finite.  window: of the
     policy; bins hold whole windows, so that the sawtooth between two flushes is not taken for growth.  NaN if the run
-    is too short for three bins.
+    is too short for three bins, and if a bin has no error or no signal, so that it has no logarithm.
     """
     steps, units = error_squared.shape
     windows = steps // window
@@ -80,11 +86,16 @@ def growth(error_squared: NDArray, reference_squared: NDArray, *, window: int = 
         # weights (draws, units) -> slope of each draw; log of the square, hence the half.
         with np.errstate(divide="ignore", invalid="ignore"):
             curves = 0.5 * np.log((weights @ error.T) / (weights @ reference.T))
-        return (curves @ centred) / (centred @ centred)
+            return (curves @ centred) / (centred @ centred)
 
     exponent = float(slopes(np.ones((1, units)))[0])
-    if units < MINIMUM_UNITS or not np.isfinite(exponent):
+    if not np.isfinite(exponent):
+        return Growth(float("nan"), None, None)
+    if units < MINIMUM_UNITS:
         return Growth(exponent, None, None)
     draws = np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), BOOTSTRAP)
-    low, high = np.quantile(slopes(draws.astype(float)), [0.025, 0.975])
+    drawn = slopes(draws.astype(float))
+    if not np.isfinite(drawn).all():  # so few units carry the error that a draw can miss all of them
+        return Growth(exponent, None, None)
+    low, high = np.quantile(drawn, [0.025, 0.975])
     return Growth(exponent, float(low), float(high))

@@ -25,6 +25,7 @@ from quantlab.schemes import ByteLedger, DecodeState, Diverged, Policy, parse_po
 DIVERGED_ERROR = 10.0  # more error than ten times the signal: nothing of the state is left
 STATE_STRIDE = 16  # state errors at flushes at least this far apart, and at log-spaced steps
 CURVE_BINS = 48
+ZERO_OUTPUT = "the exact output is zero in the second half: no error can be relative to it"
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class DriftResult:
         steps, units = self.output_reference.shape
         unit = np.tile(np.arange(units), steps)
 
-        def relative(error: NDArray, reference: NDArray) -> NDArray:
-            with np.errstate(divide="ignore", invalid="ignore"):
+        def relative(error: NDArray, reference: NDArray | float) -> NDArray:
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
                 return np.sqrt(error / reference).reshape(-1).astype(np.float32)
 
         return pd.DataFrame(
@@ -95,8 +96,8 @@ class DriftResult:
                 "state_error": relative(run.state_error, self.state_reference),
                 "read_error": relative(run.read_error, self.state_reference),
                 "output_error": relative(run.output_error, self.output_reference),
-                "output_reference": np.sqrt(self.output_reference).reshape(-1).astype(np.float32),
-                "state_reference": np.sqrt(self.state_reference).reshape(-1).astype(np.float32),
+                "output_reference": relative(self.output_reference, 1.0),
+                "state_reference": relative(self.state_reference, 1.0),
             }
         )
 
@@ -111,8 +112,9 @@ class DriftResult:
         half = slice(self.steps // 2, None)
         output, state = self.output_reference[half], self.state_reference[half]
         error = pooled(run.output_error[half], output)
-        with np.errstate(invalid="ignore", divide="ignore"):  # a stream may read nothing but zeros
-            bias = float(np.nansum(run.gain[half]) / output.sum())
+        measured = np.isfinite(run.gain[half])
+        power = output[measured].sum()
+        bias = float(run.gain[half][measured].sum() / power) if power > 0 else float("nan")
         exponent = self.growth(run)
         predicted = pooled(run.prediction.output[half], output)
         steady = run.status == "ok" and abs(exponent.exponent) <= 0.15
@@ -129,10 +131,13 @@ class DriftResult:
             "steady": bool(steady),
             "predicted_state_error": pooled(run.prediction.state[half], state),
             "predicted_output_error": predicted,
-            "prediction_note": _prediction_note(error, predicted, bias, steady),
+            "prediction_note": _prediction_note(run.policy, error, predicted, bias, steady),
             "diverged_at": run.diverged_at,
             "exercised": run.exercised,
-            "warning": _exercise_warning(run.exercised),
+            "warning": "; ".join(
+                filter(None, [_exercise_warning(run.exercised), None if output.sum() > 0 else ZERO_OUTPUT])
+            )
+            or None,
             "bits_per_value": run.ledger.bits_per_value,
             "bytes_per_token": run.ledger.bytes_per_token,
             "bytes_read_per_token": run.ledger.bytes_read_per_token,
@@ -142,21 +147,21 @@ class DriftResult:
 
     def curve(self, run: PolicyRun) -> dict[str, list[float]]:
         """The run in at most 48 log-spaced bins: step, output_error, predicted_low, predicted_high, and the state and
-        read errors with the steps at which they were measured."""
+        read errors with the steps at which they were measured.  NaN in the prediction where there is none."""
         edges = log_bins(1, self.steps, CURVE_BINS)
         step, output = pooled_curve(run.output_error, self.output_reference, edges)
         _, predicted = pooled_curve(run.prediction.output, self.output_reference, edges)
-        state_step, state = pooled_curve(run.state_error, self.state_reference, edges)
+        _, state = pooled_curve(run.state_error, self.state_reference, edges)
         _, read = pooled_curve(run.read_error, self.state_reference, edges)
-        kept = min(len(step), len(predicted))
+        kept, measured = np.isfinite(output), np.isfinite(state) & np.isfinite(read)
         return {
-            "step": step[:kept].tolist(),
-            "output_error": output[:kept].tolist(),
-            "predicted_low": (predicted[:kept] / BAND).tolist(),
-            "predicted_high": (predicted[:kept] * BAND).tolist(),
-            "state_step": state_step.tolist(),
-            "state_error": state.tolist(),
-            "read_error": read.tolist(),
+            "step": step[kept].tolist(),
+            "output_error": output[kept].tolist(),
+            "predicted_low": (predicted[kept] / BAND).tolist(),
+            "predicted_high": (predicted[kept] * BAND).tolist(),
+            "state_step": step[measured].tolist(),
+            "state_error": state[measured].tolist(),
+            "read_error": read[measured].tolist(),
         }
 
 
@@ -175,6 +180,8 @@ def run_drift(
     called with the number of finished steps.  A policy that overflows or turns NaN ends as ``diverged`` and the others
     go on.  Raises InputError for a policy that the family cannot use.
     """
+    if isinstance(policies, (str, Policy)):
+        raise InputError("policies", str(policies), "a list of policies")
     parsed = [parse_policy(policy) for policy in policies]
     if not parsed:
         raise InputError("policies", [], "at least one policy")
@@ -265,18 +272,16 @@ class _Tracker:
 
     def __init__(self, policy: Policy, stream: Stream, seed: int, dense: bool):
         self.policy = policy
-        self.state: DecodeState = start(
-            policy,
-            stream.family,
-            stream.initial,
-            key_heads=stream.key_heads,
-            rates=stream.rates,
-            seed=seed,
-        )
+        self.diverged_at: int | None = None
+        options = {"key_heads": stream.key_heads, "rates": stream.rates, "seed": seed}
+        try:
+            self.state: DecodeState = start(policy, stream.family, stream.initial, **options)
+        except Diverged:  # the prefill state is beyond the policy's range: lost before the first step
+            self.diverged_at = 1
+            self.state = start(policy, stream.family, torch.zeros_like(stream.initial), **options)
         shape = (stream.steps, stream.batch * stream.heads)
         self.output_error, self.gain = np.full(shape, np.nan), np.full(shape, np.nan)
         self.state_error, self.read_error = np.full(shape, np.nan), np.full(shape, np.nan)
-        self.diverged_at: int | None = None
         stride = -(-STATE_STRIDE // policy.window) * policy.window
         spaced = set(log_bins(1, stream.steps, CURVE_BINS).tolist())
         self.measured = {
@@ -340,7 +345,7 @@ def _lost_at(error: NDArray, reference: NDArray, span: int = 16) -> int | None:
     return int(lost[0]) * span + 1 if len(lost) else None
 
 
-def _prediction_note(error: float, predicted: float, bias: float, steady: bool) -> str | None:
+def _prediction_note(policy: Policy, error: float, predicted: float, bias: float, steady: bool) -> str | None:
     """Why the closed form is not to be trusted for this curve, or None if it is within its band."""
     if np.isfinite(error) and error > SMALL_ERROR:
         return f"the error is {error:.2g} of the signal: the closed form holds for small errors"
@@ -352,12 +357,17 @@ def _prediction_note(error: float, predicted: float, bias: float, steady: bool) 
             # Independent errors are orthogonal to the signal; a state that rounding holds still is not.
             return (
                 f"rounding errors are correlated, not independent: {abs(bias) / error:.0%} of the error lies along the"
-                " signal, as in a state that moves by less than half a unit in the last place and stays where it is"
+                " signal, as in a state that moves by less than half a unit in the last place and stays where it is,"
+                " or in a short run or a decay that is rounded the same way at every step"
             )
         return f"measured / predicted = {ratio:.2g}, outside the band of {BAND}" + (
             "" if steady else "; the error was not steady"
         )
-    return "no prediction: the shadow is float64 too" if np.isnan(predicted) else "no prediction: not finite"
+    if policy.checkpoint.name == "fp64":
+        return "no prediction: the shadow is float64 too"
+    if not np.isfinite(error):
+        return "no prediction to compare with: the error is not finite, or not measured, in the second half"
+    return "no prediction: not finite, or zero"
 
 
 def _exercise_warning(exercised: dict[str, int | None]) -> str | None:

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from quantlab.drift.streams import check_memory
+from quantlab.errors import InputError
 from quantlab.formats import Format
 from quantlab.formats.random import random_words
 from quantlab.recurrences import get_recurrence
@@ -80,9 +81,12 @@ def steady_output_error(policy: "str | Policy", family: str, alpha: float, key_d
     """Relative output error of a long run at constant decay ``alpha`` (mean write strength of the evidence preset).
 
     Infinite where rounding noise outgrows the decay: rho^L (1 + eps^2) >= 1, which is eps^2 >= 1 - rho^L for small eps.
+    Raises InputError for an alpha outside (0, 1].
     """
     policy = parse_policy(policy)
     check_memory("key_dim", {"key_dim": key_dim}, NOISE_ROWS * key_dim)
+    if not 0.0 < alpha <= 1.0:
+        raise InputError("alpha", alpha, "a decay per step in (0, 1]")
     # beta = sigmoid(N(0, 1)): E[2 beta - beta^2] = 1 - E[(1 - beta)^2] = 1 - E[beta^2].
     second_moment = 0.2934
     rule = get_recurrence(family).delta_rule
@@ -193,7 +197,9 @@ def _decay_bias(stats: StreamStatistics, window: int) -> NDArray:
     count = len(bias) // window * window
     logs = stats.log_decay[:count].reshape(-1, window, bias.shape[1])
     narrow = torch.exp(torch.from_numpy(logs.astype(np.float32)).sum(1)).double().numpy()
-    bias[window - 1 : count : window] = narrow / np.exp(logs.sum(1)) - 1
+    exact = np.exp(logs.sum(1))
+    # A decay that underflows even in float64 leaves nothing of the state for its error to lie on.
+    bias[window - 1 : count : window] = np.divide(narrow, exact, out=np.ones_like(exact), where=exact > 0) - 1
     return bias
 
 
@@ -216,12 +222,8 @@ def _gaussian_noise(format: Format, key_dim: int) -> float:
 def rounding_noise(format: Format, state: torch.Tensor) -> torch.Tensor:
     """Relative RMS error of storing ``state`` (batch, heads, value_dim, key_dim) once: (batch, heads).
 
-    A zero state has no relative error: its entry is 0.  One with NaN or Inf cannot be stored: its entry is NaN.
+    A zero state has no relative error: its entry is 0.  Infinite for a state that holds Inf or NaN, or overflows.
     """
-    finite = state.isfinite().all(-1).all(-1)
-    if not finite.all():
-        held = rounding_noise(format, torch.where(finite[..., None, None], state, 0.0))
-        return torch.where(finite, held, torch.nan)
     if not format.rounded:
         return torch.zeros(state.shape[:2], dtype=torch.float64)
     words = None
@@ -230,10 +232,12 @@ def rounding_noise(format: Format, state: torch.Tensor) -> torch.Tensor:
         numbers = torch.zeros(batch, dtype=torch.int64)
         words = random_words((batch, heads, value_dim, key_dim), 1, numbers, torch.arange(batch), 0, 0)
     residual = torch.zeros_like(state) if format.error_feedback else None
+    lost = ~torch.isfinite(state).flatten(2).all(-1)
+    state = state.masked_fill(lost[..., None, None], 0.0)
     encoded = format.quantize(state, words, residual)
     error = (format.dequantize(encoded).double() - state.double()).flatten(2).norm(dim=-1)
     norm = state.double().flatten(2).norm(dim=-1)
-    return torch.where(norm > 0, error / norm, torch.zeros_like(error))
+    return torch.where(norm > 0, error / norm, torch.zeros_like(error)).masked_fill(lost, torch.inf)
 
 
 def state_noise(policy: Policy, state: torch.Tensor) -> dict[str, NDArray]:

@@ -28,7 +28,8 @@ class Stream:
     q, k: (steps, batch, key_heads, key_dim); v: (steps, batch, heads, value_dim);
     log_decay: (steps, batch, heads), mamba1 (steps, batch, heads, value_dim) = dt; beta: (steps, batch, heads) or None;
     initial: (batch, heads, value_dim, key_dim), the unrounded prefill state; rates: A (heads, value_dim, key_dim) of
-    mamba1.  All float32.  meta: how it was made.  Raises InputError for NaN, Inf and shapes that disagree.
+    mamba1.  All float32, on the CPU, without gradients.  meta: how it was made.  Raises InputError for anything else,
+    for NaN, Inf and shapes that disagree.
     """
 
     family: str
@@ -43,12 +44,22 @@ class Stream:
 
     def __post_init__(self) -> None:
         recurrence = get_recurrence(self.family)
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in ("family", "meta") or (value is None and f.name in ("beta", "rates")):
+                continue
+            if not isinstance(value, Tensor):
+                raise InputError(f"stream {f.name}", type(value).__name__, "a float32 tensor")
+            if value.dtype != torch.float32 or value.requires_grad or value.device.type != "cpu":
+                found = f"{value.dtype} on {value.device}{', requires_grad' * value.requires_grad}"
+                raise InputError(f"stream {f.name}", found, "float32 on the CPU, without gradients")
         if self.initial.ndim != 4:
             raise InputError(
                 "stream initial", tuple(self.initial.shape), "shape (batch, heads, value_dim, key_dim)"
             )
         batch, heads, value_dim, key_dim = self.initial.shape
-        steps, groups = self.v.shape[0], self.k.shape[2] if self.k.ndim == 4 else 0
+        steps = self.v.shape[0] if self.v.ndim else 0
+        groups = self.k.shape[2] if self.k.ndim == 4 else 0
         gate = (steps, batch, heads) + ((value_dim,) if recurrence.elementwise_decay else ())
         expected: dict[str, tuple[int, ...] | None] = {
             "q": (steps, batch, groups, key_dim),
@@ -171,20 +182,21 @@ def synthetic_stream(
     if beta is not None and not get_recurrence(family).delta_rule:
         raise InputError("beta", beta, f"no beta with {family}, which has no delta rule")
     alpha = 0.99 if alpha is None else alpha
-    if not 0.0 < alpha <= 1.0:
+    if not isinstance(alpha, (int, float)) or not 0.0 < alpha <= 1.0:
         raise InputError("alpha", alpha, "a decay per step in (0, 1]")
-    if beta is not None and not 0.0 <= beta <= 2.0:
+    if beta is not None and (not isinstance(beta, (int, float)) or not 0.0 <= beta <= 2.0):
         raise InputError("beta", beta, "a write strength in [0, 2]")
     default_value, default_key = DEFAULT_SHAPE[family]
-    value_dim, key_dim = value_dim or default_value, key_dim or default_key
+    value_dim = default_value if value_dim is None else value_dim
+    key_dim = default_key if key_dim is None else key_dim
     groups = heads if key_heads is None else key_heads
     counts = {"heads": heads, "steps": steps, "sequences": sequences, "key_heads": groups}
     for name, count in (counts | {"value_dim": value_dim, "key_dim": key_dim}).items():
-        if count < 1:
-            raise InputError(name, count, "at least 1")
+        if not _is_integer(count) or count < 1:
+            raise InputError(name, count, "an integer of at least 1")
     if heads % groups:
         raise InputError("key_heads", groups, f"a divisor of heads = {heads}")
-    if not 0 <= seed <= LARGEST_SEED:
+    if not _is_integer(seed) or not 0 <= seed <= LARGEST_SEED:
         raise InputError("seed", seed, f"a whole number from 0 to {LARGEST_SEED}")
     shape = _Shape(steps, sequences, heads, groups, value_dim, key_dim)
     token = sequences * (2 * groups * key_dim + heads * (value_dim + 2))
@@ -217,6 +229,10 @@ class _Shape:
     key_heads: int
     value_dim: int
     key_dim: int
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _unit(x: Tensor) -> Tensor:

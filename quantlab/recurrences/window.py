@@ -14,9 +14,13 @@ from quantlab.recurrences.base import Records, Recurrence, expand_groups
 
 
 def _suffix(log_decay: Tensor) -> Tensor:
-    """g_n - g_j for each record j: the decay that acts on a record after it was written (0 for the newest)."""
-    total = log_decay.cumsum(1)
-    return total[:, -1:] - total
+    """g_n - g_j for each record j: the decay that acts on a record after it was written (0 for the newest).
+
+    Summed over the later records themselves: a difference of two totals cancels behind a gate that closes (in float32
+    nothing is left of a decay of 0.01 beside one of 1e6), and is NaN for log decay -inf.
+    """
+    later = torch.cat([log_decay[:, 1:], torch.zeros_like(log_decay[:, :1])], 1)
+    return later.flip(1).cumsum(1).flip(1)
 
 
 def fold(recurrence: Recurrence, base: Tensor, records: Records, rates: Tensor | None = None) -> Tensor:
@@ -89,7 +93,10 @@ def solve_deltas(recurrence: Recurrence, base: Tensor, records: Records) -> Tens
     k = expand_groups(records.k, heads, 2).transpose(1, 2)
     cumulative = records.log_decay.cumsum(1).transpose(1, 2)
     beta = records.beta.transpose(1, 2)[..., None]
-    between = torch.exp((cumulative[..., :, None] - cumulative[..., None, :]).tril(-1))
+    # g_j - g_i as the sum over i < m <= j, for the reason given in _suffix.
+    steps = records.log_decay.transpose(1, 2)[..., :, None].expand(*cumulative.shape, len(records))
+    earlier = torch.ones(len(records), len(records), dtype=torch.bool, device=base.device).tril(-1)
+    between = torch.exp(steps.masked_fill(~earlier, 0.0).cumsum(-2))
     system = (beta * between * torch.matmul(k, k.transpose(-1, -2))).tril(-1)
     predicted = torch.exp(cumulative)[..., None] * torch.matmul(k, base.transpose(-1, -2))
     right = beta * (records.v.transpose(1, 2) - predicted)

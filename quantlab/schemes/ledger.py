@@ -6,7 +6,7 @@ from quantlab.formats import Format
 from quantlab.recurrences import Recurrence
 from quantlab.schemes.policy import Policy
 
-_BUFFER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_BUFFER_BYTES = {"bf16": 2, "fp16": 2}
 _RESIDUAL_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
@@ -74,8 +74,8 @@ def ledger(policy: Policy, recurrence: Recurrence, shape: StateShape) -> ByteLed
     residual = _bytes(policy.checkpoint, full, shape.values, residual=True) - checkpoint
     copy = _bytes(policy.read_copy, full, shape.values, residual=False) if policy.read_copy else 0.0
 
-    width = 8 if policy.checkpoint.name == "fp64" else _BUFFER_BYTES[options.buffer]
-    scalar = 8 if policy.checkpoint.name == "fp64" else 4
+    scalar = 8 if policy.checkpoint.name == "fp64" else 4  # gates stay in the dtype of the arithmetic
+    width = scalar if options.buffer == "fp32" else _BUFFER_BYTES[options.buffer]
     k = shape.key_heads * shape.key_dim * width
     d = shape.heads * shape.value_dim * width
     gate = shape.heads * (shape.value_dim if recurrence.elementwise_decay else 1) * scalar

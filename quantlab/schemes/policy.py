@@ -13,7 +13,7 @@ from quantlab import formats
 from quantlab.errors import InputError, unknown_name
 from quantlab.formats import Format
 
-LARGEST_WINDOW = 1 << 16  # the buffer holds that many records of every head
+MAXIMUM_WINDOW = 65536  # the window's memory is taken at once; beyond this a typing error, not a study
 EXAMPLE = "checkpoint[/read copy]@window[:key=value], for example fp32/nvfp4@16"
 
 
@@ -93,13 +93,13 @@ def _parse_store(name: str, text: str) -> Format:
 
 
 def _parse_window(window: str, text: str) -> int:
-    # Digits are counted first: int() itself refuses very long ones.
-    digits = window.isascii() and window.isdigit() and len(window) <= 9
-    if not digits or not 1 <= int(window) <= LARGEST_WINDOW:
-        raise InputError(
-            "policy", text, f"a window of at least 1 and at most {LARGEST_WINDOW} after '@', not {window!r}"
-        )
-    return int(window)
+    # Length first: Python refuses to read a number of thousands of digits.
+    short = window.isascii() and window.isdigit() and len(window) <= len(str(MAXIMUM_WINDOW))
+    if short and 1 <= int(window) <= MAXIMUM_WINDOW:
+        return int(window)
+    raise InputError(
+        "policy", text, f"a window of at least 1 and at most {MAXIMUM_WINDOW} after '@', not {window!r}"
+    )
 
 
 def _parse_options(texts: list[str], text: str) -> Options:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from quantlab.recurrences import (
     solve_deltas,
 )
 from quantlab.recurrences.base import matvec
+from quantlab.schemes import checks
 from quantlab.schemes.buffer import WindowBuffer, with_current
 from quantlab.schemes.ledger import ByteLedger, StateShape, ledger, uses_raw
 from quantlab.schemes.policy import Options, Policy, parse_policy
@@ -60,9 +62,9 @@ class DecodeState:
         self.seed, self.layer = seed, layer
         check_policy_fits(policy, family)
         self.dtype = torch.float64 if policy.checkpoint.name == "fp64" else torch.float32
-        self.rates = None if rates is None else rates.to(self.dtype)
-        ids = torch.arange(batch) if sequence_ids is None else torch.as_tensor(sequence_ids)
-        common = {"seed": seed, "layer": layer, "sequence_ids": ids}
+        self.rates = None if rates is None else rates.detach().to(self.dtype, copy=True)
+        ids = torch.arange(batch) if sequence_ids is None else checks.sequence_ids(sequence_ids, batch)
+        common = {"dtype": self.dtype, "seed": seed, "layer": layer, "sequence_ids": ids}
         self._checkpoint = Store(policy.checkpoint, CHECKPOINT_PART, **common)
         self._copy = Store(policy.read_copy, READ_COPY_PART, **common) if policy.read_copy else None
         self._raw = uses_raw(policy, self.recurrence)
@@ -93,30 +95,44 @@ class DecodeState:
     def materialize(self) -> Tensor:
         """The dense logical state, decoded checkpoint + window: (batch, heads, value_dim, key_dim)."""
         base = self._checkpoint.decoded
-        if not self._raw:
-            return fold(self.recurrence, base, self._buffer.records(), self.rates)
-        records = self._buffer.records(raw=True)
+        records = self._buffer.records(raw=self._raw)
         if len(records) == 0:
-            return base
+            return base.clone()  # the caller's to change
+        if not self._raw:
+            return fold(self.recurrence, base, records, self.rates)
         records = replace(records, d=solve_deltas(self.recurrence, base, records))
         return fold(self.recurrence, base, records, self.rates)
 
     def read_state(self) -> Tensor:
         """The dense state that reads see, read copy (or checkpoint) + window."""
         base = self._copy.decoded if self._copy else self._checkpoint.decoded
-        return fold(self.recurrence, base, self._buffer.records(), self.rates)
+        records = self._buffer.records()
+        return fold(self.recurrence, base, records, self.rates) if len(records) else base.clone()
 
     def select(self, rows: Tensor) -> None:
-        """Keep, reorder or fork rows in place: row i becomes the old row ``rows[i]``."""
+        """Keep, reorder or fork rows in place: row i becomes the old row ``rows[i]`` (int64, 0 to batch - 1).
+
+        A fork keeps the sequence id, and with it the random bits, of the row it comes from.
+        """
+        rows = checks.rows(rows, self.batch)
         for store in self._stores().values():
             store.select(rows)
         self._buffer.select(rows)
         self._unread = {part: flags[rows] for part, flags in self._unread.items()}
         self._read_stores = {part: counts[rows] for part, counts in self._read_stores.items()}
 
-    def reset(self, rows: Tensor, initial: Tensor) -> None:
-        """Hand a prefill state to ``rows``: initial (len(rows), heads, value_dim, key_dim), window empty, store 0."""
+    def reset(self, rows: Tensor, initial: Tensor, sequence_ids: Tensor | None = None) -> None:
+        """Hand a prefill state to ``rows`` (int64, each at most once): window empty, store number 0.
+
+        initial: (len(rows), heads, value_dim, key_dim).  sequence_ids: int64 (len(rows),), names of the new sequences;
+        without them the rows keep theirs, and draw the random bits of the sequences that they follow.
+        """
+        rows = checks.rows(rows, self.batch, distinct=True)
         initial = self._checked_initial(initial, len(rows))
+        if sequence_ids is not None:
+            ids = checks.sequence_ids(sequence_ids, len(rows))
+            for store in self._stores().values():
+                store.sequence_ids = store.sequence_ids.index_copy(0, rows, ids)
         self._checkpoint.hand_off(initial, rows)
         if self._copy:
             self._copy.hand_off(self._checkpoint.decoded[rows], rows)
@@ -132,6 +148,9 @@ class DecodeState:
         if self._copy:
             self._copy.hand_off(self._checkpoint.decoded)
         self._buffer.clear(None)
+        for part in self._unread:
+            self._unread[part].fill_(True)
+            self._read_stores[part].zero_()
 
     @property
     def batch(self) -> int:
@@ -203,15 +222,20 @@ class DecodeState:
             saved[f"{part}.unread"] = self._unread[part].clone()
             saved[f"{part}.read_stores"] = self._read_stores[part].clone()
         if self.rates is not None:
-            saved["rates"] = self.rates
+            saved["rates"] = self.rates.clone()
         return saved
 
     @classmethod
     def restore(cls, saved: dict[str, Tensor]) -> "DecodeState":
-        """The state that ``save`` described; it continues bit for bit.  Raises InputError on another version."""
-        meta = json.loads(bytes(saved["meta"].tolist()))
-        if meta["version"] != SAVE_VERSION:
-            raise InputError("saved state version", meta["version"], str(SAVE_VERSION))
+        """The state that ``save`` described; it continues bit for bit.  Raises InputError for anything else."""
+        meta = checks.saved_meta(saved, SAVE_VERSION)
+        try:
+            return cls._restored(saved, meta)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InputError("saved state", sorted(saved), f"all tensors of save(): {error!r}") from error
+
+    @classmethod
+    def _restored(cls, saved: dict[str, Tensor], meta: dict[str, Any]) -> "DecodeState":
         cursor = saved["buffer.cursor"]
         state = cls(
             parse_policy(meta["policy"]),
@@ -309,15 +333,13 @@ class DecodeState:
             expected["beta"] = (batch, s.heads)
         for name, shape in expected.items():
             value = getattr(inputs, name)
-            if value is None or tuple(value.shape) != shape:
-                raise InputError(name, None if value is None else tuple(value.shape), f"shape {shape}")
-        return inputs.to(self.dtype)
+            checks.tensor(name, value, shape, f"shape {shape}")
+        return inputs.map(lambda t: t.detach().to(self.dtype))
 
     def _checked_initial(self, initial: Tensor, batch: int) -> Tensor:
         expected = (batch, self.shape.heads, self.shape.value_dim, self.shape.key_dim)
-        if tuple(initial.shape) != expected:
-            raise InputError("initial", tuple(initial.shape), f"shape {expected}")
-        return initial.to(self.dtype)
+        checks.tensor("initial", initial, expected, f"shape {expected}")
+        return initial.detach().to(self.dtype, copy=True)  # the caller may go on to change it
 
 
 def start(
@@ -338,17 +360,22 @@ def start(
     seed, layer, sequence_ids (batch,): name the random bits of stochastic rounding.
     Raises InputError for a policy that the family cannot use and for shapes that disagree.
     """
-    if initial.ndim != 4:
-        raise InputError("initial", tuple(initial.shape), "shape (batch, heads, value_dim, key_dim)")
+    checks.tensor("initial", initial, None, "shape (batch, heads, value_dim, key_dim)")
+    if initial.ndim != 4 or 0 in initial.shape[1:]:
+        raise InputError(
+            "initial", tuple(initial.shape), "shape (batch, heads, value_dim, key_dim) above zero"
+        )
     batch, heads, value_dim, key_dim = initial.shape
     groups = heads if key_heads is None else key_heads
-    if groups < 1 or heads % groups:
+    if not checks.is_integer(groups) or groups < 1 or heads % groups:
         raise InputError("key_heads", groups, f"a divisor of heads = {heads}")
-    recurrence = get_recurrence(family)
-    if recurrence.elementwise_decay and (rates is None or rates.shape != initial.shape[1:]):
-        raise InputError(
-            "rates", None if rates is None else tuple(rates.shape), f"shape {tuple(initial.shape[1:])}"
-        )
+    for name, value in (("seed", seed), ("layer", layer)):
+        if not checks.is_integer(value):
+            raise InputError(name, value, "an integer")
+    if get_recurrence(family).elementwise_decay:
+        checks.tensor("rates", rates, tuple(initial.shape[1:]), f"shape {tuple(initial.shape[1:])}")
+    elif rates is not None:
+        raise InputError("rates", tuple(rates.shape), f"None: {family} has no rates")
     shape = StateShape(heads, value_dim, key_dim, groups)
     state = DecodeState(
         parse_policy(policy),

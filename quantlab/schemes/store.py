@@ -9,6 +9,8 @@ from quantlab.formats import Encoded, Format
 from quantlab.formats.random import random_words
 
 CHECKPOINT_PART, READ_COPY_PART = 0, 1
+# A float32 residual is at most a step of the format, below this; their sum then stays finite.
+_RESIDUAL_ROOM = torch.finfo(torch.float32).max / 2
 
 
 class Diverged(ArithmeticError):
@@ -18,14 +20,18 @@ class Diverged(ArithmeticError):
 class Store:
     """A copy of a batch's state (batch, heads, value_dim, key_dim) under one format.
 
-    ``decoded`` is what readers see.  The codes are a function of the last dense value written and of the random words,
-    so they are formed only when somebody asks for them (``encoded``): a simulated step needs the decoded values alone.
+    ``decoded`` is what readers see, in ``dtype``.  The codes are a function of the last dense value written and of the
+    random words, so they are formed only when somebody asks for them (``encoded``): a simulated step needs the decoded
+    values alone.
     ``numbers`` counts the stores of each sequence, 0 being the prefill hand-off; with ``sequence_ids`` and the seed it
     decides the stochastic bits, so that batch layout and slot moves change nothing.
     """
 
-    def __init__(self, format: Format, part: int, *, seed: int, layer: int, sequence_ids: Tensor):
+    def __init__(
+        self, format: Format, part: int, *, dtype: torch.dtype, seed: int, layer: int, sequence_ids: Tensor
+    ):
         self.format, self.part, self.seed, self.layer = format, part, seed, layer
+        self.dtype = dtype
         self.sequence_ids = sequence_ids
         self.numbers = torch.full_like(sequence_ids, -1)
         self.decoded = torch.empty(0)
@@ -40,6 +46,8 @@ class Store:
         """
         if not torch.isfinite(dense.sum(dtype=torch.float64)):
             raise Diverged("the state holds NaN or Inf")
+        if self.residual is not None and bool((dense.abs() > _RESIDUAL_ROOM).any()):
+            raise Diverged("state and residual together are beyond float32")
         if rows is None:
             self.numbers = self.numbers + 1
             self._dense, self._encoded = dense, None
@@ -51,7 +59,7 @@ class Store:
         self._encoded = _put_rows(self.encoded, rows, encoded)
         self._dense = None
         self.numbers = self.numbers.index_copy(0, rows, numbers)
-        self.decoded = self.decoded.index_copy(0, rows, self.format.dequantize(encoded))
+        self.decoded = self.decoded.index_copy(0, rows, self._decode(encoded))
         self.residual = self._encoded.residual
 
     def hand_off(self, dense: Tensor, rows: Tensor | None = None) -> None:
@@ -92,7 +100,7 @@ class Store:
         names = {f.name for f in fields(Encoded)}
         encoded = Encoded(**{name: tensors.get(name) for name in names})  # pyright: ignore[reportArgumentType]
         self._dense, self._encoded, self.residual = None, encoded, encoded.residual
-        self.decoded = self.format.dequantize(encoded)
+        self.decoded = self._decode(encoded)
         self.numbers, self.sequence_ids = tensors["numbers"], tensors["sequence_ids"]
 
     def _words(self, shape: torch.Size, numbers: Tensor, ids: Tensor) -> Tensor | None:
@@ -115,8 +123,12 @@ class Store:
             # The residual is part of the bits, so there is no way around the codes here.
             self._encoded = self._encode(dense, residual, numbers, ids)
             self._dense = None
-            return self.format.dequantize(self._encoded), self._encoded.residual
-        return self.format.round(dense, self._words(dense.shape, numbers, ids)), None
+            return self._decode(self._encoded), self._encoded.residual
+        return self.format.round(dense, self._words(dense.shape, numbers, ids)).to(self.dtype), None
+
+    def _decode(self, encoded: Encoded) -> Tensor:
+        """The values in the dtype of the arithmetic: a rounded copy of an fp64 checkpoint decodes to float32."""
+        return self.format.dequantize(encoded).to(self.dtype)
 
 
 def _map(encoded: Encoded, function) -> Encoded:

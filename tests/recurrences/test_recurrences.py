@@ -1,5 +1,7 @@
 """The recurrences against a literal elementwise loop, and the window sums against stepping."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -105,3 +107,38 @@ def test_solved_deltas_survive_decays_that_underflow():
     deltas = solve_deltas(RECURRENCES["gated_delta"], s.initial, hard)
     # With everything forgotten, each delta is beta v.
     torch.testing.assert_close(deltas, records.beta.float()[..., None] * records.v.float())
+
+
+@pytest.mark.parametrize("family", ["gated_delta", "mamba2"])
+@pytest.mark.parametrize("closed", [-1e6, -float("inf")])
+def test_a_closed_gate_forgets_what_came_before_and_nothing_else(family, closed):
+    """After a decay of zero a window is the window of the later records, in float32 to a few units of 6e-8."""
+    s, recurrence = stream(family), RECURRENCES[family]
+    records = window_of(s, 7)
+    gate = records.log_decay.clone()
+    gate[:, 2] = closed
+
+    def cut(first, log_decay):
+        def narrow(t):
+            return None if t is None else t[:, first:].float()
+
+        found = Records(
+            narrow(records.k), narrow(records.d), narrow(log_decay), narrow(records.v), narrow(records.beta)
+        )
+        if not recurrence.delta_rule:
+            return found
+        base = s.initial if first == 0 else torch.zeros_like(s.initial)
+        return dataclasses.replace(found, d=solve_deltas(recurrence, base, found))
+
+    whole, rest = cut(0, gate), cut(2, records.log_decay)
+    folded = fold(recurrence, s.initial, whole)
+    expected = fold(recurrence, torch.zeros_like(s.initial), rest)
+    torch.testing.assert_close(folded, expected, rtol=1e-5, atol=1e-5)
+    q = expand_groups(s.q[0], s.heads, 1)[:, :, None]
+    read = decayed_read(recurrence, s.initial, whole, s.log_decay[6], q)
+    torch.testing.assert_close(
+        read,
+        decayed_read(recurrence, torch.zeros_like(s.initial), rest, s.log_decay[6], q),
+        rtol=1e-4,
+        atol=1e-5,
+    )

@@ -1,0 +1,130 @@
+"""The byte ledger against a window that is simulated step by step, access by access.
+
+The simulation knows nothing of closed sums: it walks the steps of some cycles and writes down, for each tensor in
+memory, what a kernel has to fetch and to put back.  Tensors are named, so that two uses of one in a step count once.
+"""
+
+import pytest
+
+from quantlab.recurrences import RECURRENCES
+from quantlab.schemes import StateShape, parse_policy
+from quantlab.schemes.ledger import ledger
+
+SHAPE = StateShape(heads=6, value_dim=5, key_dim=32, key_heads=2)
+ELEMENTS = 6 * 5 * 32
+ROWS = 6 * 5
+# Bytes of one stored state, by hand: codes, then scales.
+STORED = {
+    "fp64": 8 * ELEMENTS,
+    "fp32": 4 * ELEMENTS,
+    "fp16": 2 * ELEMENTS,
+    "fp16+sr": 2 * ELEMENTS,
+    "int8": ELEMENTS + 4 * ROWS,
+    "int8+ef": ELEMENTS + 4 * ROWS,
+    "int8+ef.fp32": ELEMENTS + 4 * ROWS,
+    "fp8_e4m3": ELEMENTS + 4 * ROWS,
+    # half a byte an element, an E4M3 scale for 16 of them, an FP32 scale a head
+    "nvfp4": ELEMENTS // 2 + ELEMENTS // 16 + 4 * 6,
+    "nvfp4+ef": ELEMENTS // 2 + ELEMENTS // 16 + 4 * 6,
+}
+RESIDUAL = {"int8+ef": 2 * ELEMENTS, "int8+ef.fp32": 4 * ELEMENTS, "nvfp4+ef": 2 * ELEMENTS}
+ALL = [
+    *("fp32@1", "nvfp4@1", "int8+ef@1", "fp32/nvfp4@1:flush_read=copy", "int8+ef.fp32@5", "nvfp4+ef@2"),
+    *("fp32@2", "fp32@16", "fp32@16:buffer=bf16", "fp64@4", "fp64@4:buffer=fp16", "fp64/nvfp4@4"),
+    *("fp32/nvfp4@2", "fp16+sr/nvfp4@16", "fp8/nvfp4@4:flush_read=copy", "int8+ef/nvfp4@3:buffer=fp16"),
+]
+DELTA = [
+    *("fp32@4:contents=derived", "fp32/nvfp4@4:contents=derived", "fp32/nvfp4@4:key_read=checkpoint"),
+    *("fp32/nvfp4@4:contents=derived:key_read=checkpoint", "fp32/nvfp4@4:contents=derived:flush_read=copy"),
+    *("fp8/nvfp4@4:key_read=checkpoint:flush_read=copy", "fp32/nvfp4@1:flush_read=copy:key_read=checkpoint"),
+    "fp16/nvfp4@5:contents=derived:flush_read=copy:key_read=checkpoint:buffer=bf16",
+]
+CASES = [(f, p) for f in sorted(RECURRENCES) for p in ALL] + [("gated_delta", p) for p in DELTA]
+
+
+def record_bytes(policy, family):
+    """Bytes of each field of one record; gates and write strengths stay in the dtype of the arithmetic."""
+    arithmetic = 8 if policy.checkpoint.name == "fp64" else 4
+    vector = {"fp32": arithmetic, "bf16": 2, "fp16": 2}[policy.options.buffer]
+    return {
+        "k": SHAPE.key_heads * SHAPE.key_dim * vector,
+        "d": SHAPE.heads * SHAPE.value_dim * vector,
+        "v": SHAPE.heads * SHAPE.value_dim * vector,
+        "beta": SHAPE.heads * arithmetic,
+        "gate": SHAPE.heads * (SHAPE.value_dim if family == "mamba1" else 1) * arithmetic,
+    }
+
+
+def simulate(policy, family, cycles=3):
+    """(read, written) bytes per token by part, (held) bytes by part."""
+    options, delta = policy.options, family == "gated_delta"
+    raw = delta and policy.window > 1 and options.contents != "derived"
+    sizes = {"checkpoint": STORED[policy.checkpoint.text]}
+    residual = RESIDUAL.get(policy.checkpoint.text)
+    if policy.read_copy:
+        sizes["read copy"] = STORED[policy.read_copy.text]
+    fields = record_bytes(policy, family)
+    kept = ["k", "d", "gate"] + (["v", "beta"] if raw else [])
+    serves_q = "read copy" if policy.read_copy else "checkpoint"
+    serves_k = "checkpoint" if options.key_read == "checkpoint" else serves_q
+    read, written, window, most = {}, {}, [], 0
+
+    def count(table, part, size):
+        table[part] = table.get(part, 0) + size
+
+    for token in range(cycles * policy.window):
+        touched = set()
+
+        def read_through(store, touched=touched, window=window):
+            touched.add(store)
+            for j in window:
+                touched.update((j, name) for name in ("k", "d", "gate"))
+
+        flush = len(window) == policy.window - 1
+        if not flush or options.flush_read == "copy":
+            read_through(serves_q)
+        # The current token's d of a delta rule: read where the key is read, unless a flush solves for it.
+        if delta and (not flush or not raw or options.flush_read == "copy"):
+            read_through(serves_k)
+        if flush:
+            touched.add("checkpoint")
+            for j in window:
+                touched.update(
+                    (j, name) for name in (("k", "v", "beta", "gate") if raw else ("k", "d", "gate"))
+                )
+            if residual:
+                touched.add("residual")
+                count(written, "residual", residual)
+            for part, size in sizes.items():
+                count(written, part, size)
+        for tensor in touched:
+            if isinstance(tensor, tuple):
+                count(read, "buffer", fields[tensor[1]])
+            else:
+                count(read, tensor, residual if tensor == "residual" else sizes[tensor])
+        if flush:
+            window = []
+        else:
+            window.append(token)
+            count(written, "buffer", sum(fields[name] for name in kept))
+        most = max(most, len(window))
+    held = dict(sizes)
+    if residual:
+        held["residual"] = residual
+    if most:
+        held["buffer"] = most * sum(fields[name] for name in kept)
+    tokens = cycles * policy.window
+    return {p: n / tokens for p, n in read.items()}, {p: n / tokens for p, n in written.items()}, held
+
+
+@pytest.mark.parametrize(("family", "text"), CASES)
+def test_the_ledger_is_what_a_kernel_moves(family, text):
+    policy = parse_policy(text)
+    found = ledger(policy, RECURRENCES[family], SHAPE)
+    read, written, held = simulate(policy, family)
+    # Sums of whole numbers of bytes divided by the window: float64 rounding only.
+    assert found.read == pytest.approx(read, rel=1e-12)
+    assert found.written == pytest.approx(written, rel=1e-12)
+    assert found.held == pytest.approx(held, rel=1e-12)
+    assert found.bytes_per_token == pytest.approx(sum(read.values()) + sum(written.values()), rel=1e-12)
+    assert found.bits_per_value == pytest.approx(8 * sum(held.values()) / ELEMENTS, rel=1e-12)
