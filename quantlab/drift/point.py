@@ -17,9 +17,10 @@ def stream_of(description: dict[str, Any]) -> Stream:
 
 def check_points(points: list[dict[str, Any]]) -> None:
     """Raise InputError for a policy that the family of its stream cannot use, before anything runs."""
+    stream = points[0]["stream"]
+    family = stream["family"] if "family" in stream else load_stream(stream["file"]).family
     for point in points:
-        if "family" in point["stream"]:
-            check_policy_fits(parse_policy(point["policy"]), point["stream"]["family"])
+        check_policy_fits(parse_policy(point["policy"]), family)
 
 
 def run_points(
