@@ -211,7 +211,7 @@ def evaluate(
     """Run lm-eval tasks with the model's decode state under each policy."""
     from quantlab.evals.run import run_eval
 
-    names = [name for name in tasks.split(",") if name]
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
     records = run_eval(
         model,
         policy or ["fp32@1"],
