@@ -33,7 +33,7 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
         raise InputError("data", str(path), _EXPECTED_FILE)
     try:
         rows = readers[path.suffix.lower()](path)
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
         raise InputError(
             "data", str(path), f"{_EXPECTED_FILE} ({type(error).__name__} on reading)"
         ) from error
@@ -48,6 +48,10 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
             raise InputError(
                 "data", str(path), f"text in every column needed; row {number} has none in {empty[0]}"
             )
+        try:  # JSON can spell halves of characters, which no tokenizer and no hash takes
+            "".join(_clean(value) for value in row.values()).encode()
+        except UnicodeEncodeError as error:
+            raise InputError("data", str(path), f"text that is valid Unicode; row {number} is not") from error
     return rows
 
 

@@ -6,10 +6,29 @@ from contextlib import ExitStack
 from typing import Any
 
 from quantlab.errors import InputError
-from quantlab.evals.preflight import check_policies
+from quantlab.evals.gpqa import read_rows
+from quantlab.evals.plugin import TASK_FOLDER
+from quantlab.evals.preflight import check_model_folder, check_policies, check_tasks
 from quantlab.evals.run import Evaluation, model_folder
 
 _DEFAULTS = {"data": None, "batch_size": 32, "limit": None, "seed": 0, "scoring": "decode"}
+
+
+def check_points(points: list[dict[str, Any]]) -> None:
+    """Raise InputError for a data file, task or model folder that no run could use, before anything is written.
+
+    lm-eval is asked only about tasks that are not quantlab's own: its index takes a quarter of a minute.
+    """
+    options = _DEFAULTS | points[0]
+    own = {path.stem for path in TASK_FOLDER.glob("*.yaml")}
+    if not set(options["tasks"]) <= own:
+        check_tasks(options["tasks"], options["data"], options["seed"])
+    elif options["data"] is None:
+        raise InputError("data", None, f"a local GPQA file for {', '.join(options['tasks'])}")
+    else:
+        read_rows(options["data"])
+    if not options["model"].startswith("builtin:"):
+        check_model_folder(options["model"])
 
 
 def run_points(

@@ -28,14 +28,30 @@ def check_model_folder(folder: str | Path) -> Path:
         raise InputError("model", str(folder), "a folder with a Hugging Face model")
     if not any(list(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise InputError("model", str(folder), f"weights in the folder ({' or '.join(_WEIGHTS)})")
+    from safetensors import safe_open
     from transformers import AutoConfig, AutoTokenizer
 
-    for part, loader in (("config", AutoConfig), ("tokenizer", AutoTokenizer)):
+    def weights() -> None:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(
+                str(file), framework="numpy"
+            ):  # reads the header, which the file's size must match
+                pass
+
+    def tokenizer() -> None:
+        # Without its files the library makes up a tokenizer that knows no text.
+        if not AutoTokenizer.from_pretrained(folder, local_files_only=True)("A").input_ids:
+            raise ValueError("it turns text into no tokens; are its files there?")
+
+    def config() -> None:
+        AutoConfig.from_pretrained(folder, local_files_only=True)
+
+    for read in (config, weights, tokenizer):
         try:
-            loader.from_pretrained(folder, local_files_only=True)
+            read()
         except Exception as error:  # whatever a broken file raises inside the library
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise InputError("model", str(folder), f"a readable {part} ({reason})") from error
+            reason = str(error).strip() or type(error).__name__
+            raise InputError("model", str(folder), f"a readable {read.__name__} ({reason})") from error
     return folder
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from quantlab.errors import InputError, unknown_name
 from quantlab.evals.preflight import check_model_folder, check_policies, check_requests, check_tasks
+from quantlab.records import check_output_folder, write_atomic
 from quantlab.schemes import Diverged, Policy
 
 BUILTIN_MODELS = {"builtin:tiny-mamba2": "mamba2", "builtin:tiny-gated-delta": "gated_delta"}
@@ -44,6 +45,9 @@ def run_eval(
     with ExitStack() as stack:
         folder = model_folder(str(model), stack)
         evaluation = Evaluation(folder, parsed, tasks, data, batch_size, limit, seed, scoring, device)
+        # Asked before the hours of evaluation, not after them.
+        evaluation.check_fit(parsed)
+        check_output_folder(output)
         for policy in parsed:
             record, results = evaluation.run(policy)
             if results is not None:
@@ -91,6 +95,11 @@ class Evaluation:
             QuantlabLM.check_scoring(scoring, policy)
         self._lm: Any = QuantlabLM(str(folder), policies[0], scoring=scoring, batch_size=batch_size, **where)
         check_requests(self._lm, policies, self._manager.load(self._tasks)["tasks"], limit)
+
+    def check_fit(self, policies: Sequence[Policy]) -> None:
+        """InputError for a policy that the recurrences of the model have no use for."""
+        for policy in policies:
+            self._lm.use_policy(policy, seed=self._seed)
 
     def run(self, policy: Policy) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """(record, lm-eval's results without its samples) of one policy; results are None if the state
@@ -151,9 +160,7 @@ def write_results(results: dict[str, Any], folder: Path) -> Path:
     stamp = time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime()) + f".{time.time_ns() % 10**9 // 1000:06d}"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"results_{stamp}.json"
-    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False, encoding="utf-8") as file:
-        json.dump(results, file, indent=2, ensure_ascii=False)
-    os.replace(file.name, path)
+    write_atomic(path, json.dumps(results, indent=2, ensure_ascii=False).encode())
     return path
 
 

@@ -225,7 +225,7 @@ def evaluate(
     from quantlab.evals.run import run_eval
 
     _fix_threads()
-    names = [name for name in tasks.split(",") if name]
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
     records = run_eval(
         model,
         policy or ["fp32@1"],

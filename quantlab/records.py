@@ -217,8 +217,9 @@ def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError("record", str(path), f"a readable JSON record ({error})") from error
+    except (OSError, ValueError, RecursionError) as error:
+        expected = f"a readable JSON record ({error}); delete the file to have it computed anew"
+        raise InputError("record", str(path), expected) from error
     record = validate_record(decode(value), f"record {path.name}")
     if path != record_path(path.parent, record["point"]):
         raise InputError(

@@ -1,5 +1,6 @@
 """Drift as points of a sweep: a point names a stream and a policy; its record holds the metrics and the curve."""
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,9 +18,10 @@ def stream_of(description: dict[str, Any]) -> Stream:
 
 def check_points(points: list[dict[str, Any]]) -> None:
     """Raise InputError for a policy that the family of its stream cannot use, before anything runs."""
+    stream = points[0]["stream"]
+    family = stream["family"] if "family" in stream else load_stream(stream["file"]).family
     for point in points:
-        if "family" in point["stream"]:
-            check_policy_fits(parse_policy(point["policy"]), point["stream"]["family"])
+        check_policy_fits(parse_policy(point["policy"]), family)
 
 
 def run_points(
@@ -29,10 +31,13 @@ def run_points(
 
     threads is set by the caller (the sweep's worker) and recorded there.
     """
+    started = time.monotonic()
     on_progress("making the stream")
     stream = stream_of(points[0]["stream"])
     by_policy = {parse_policy(point["policy"]): point for point in points}
     result = run_drift(stream, list(by_policy), on_step=lambda step: on_progress(step, stream.steps))
+    # All policies ran side by side; each is charged its share.
+    seconds = (time.monotonic() - started) / len(result.runs)
     for run in result.runs:
         message = f"diverged at step {run.diverged_at}" if run.status == "diverged" else None
         if run.status == "not_exercised":
@@ -46,6 +51,7 @@ def run_points(
                 "metrics": result.metrics(run),
                 "curve": result.curve(run),
                 "series": series,
+                "seconds": seconds,
             },
         )
 

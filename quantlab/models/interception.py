@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from quantlab.errors import InputError
 from quantlab.models.families import FAMILIES, UNSUPPORTED_OPS, Family
 from quantlab.models.report import PolicyReport
-from quantlab.schemes import DecodeState, Policy, parse_policy, start
+from quantlab.schemes import DecodeState, Policy, check_policy_fits, parse_policy, start
 
 _CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
 
@@ -99,6 +99,8 @@ class Interception:
         self.report = PolicyReport(str(self.policy), self.living)
         self._model = model
         self._namespaces = _op_namespaces(model)
+        for _, family in self._namespaces:
+            check_policy_fits(self.policy, family.recurrence)
         self._calls: list[tuple[int, nn.Module]] = []  # the recurrent modules now running, innermost last
         self._alive: list[tuple[weakref.ref[_Holding], DecodeState]] = []
         self._undo: contextlib.ExitStack | None = None

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quantlab.errors import InputError, unknown_name
-from quantlab.records import atomic_path, complete_record, content_hash, save_record
+from quantlab.records import atomic_path, complete_record, content_hash, encode, save_record
 from quantlab.sweep.environment import capture_environment
 
 # Where each kind of block finds its run_points; a script block names its own file.
 RUNNERS = {"drift": "quantlab.drift.point:run_points", "eval": "quantlab.evals.point:run_points"}
 PROGRESS_EVERY = 0.25  # seconds between two progress events of one job
+# What the code of a runner may end with.  Workers ignore the interrupt key, so an interrupt here is the runner's own.
+RUNNER_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
 
 
 class RunPoints(Protocol):
@@ -103,12 +105,20 @@ def resolve_runner(runner: str, base: str) -> Callable[..., Any]:
 def run_and_store(job: Job, tell: Callable[[Event], None], *, folder: str, threads: int) -> None:
     """Run ``job`` and store every record in ``folder`` (absolute), telling each event.
 
-    An exception of the runner becomes a failed record of the points that it left without one; where several
-    are left each is tried alone first, so that one bad policy does not take the others with it.  InputError
-    is the user's to see and passes through.
+    Whatever a runner raises, ``sys.exit`` included, and whatever cannot be stored as a record becomes a failed
+    record of the points that it left without one; where several are left each is tried alone first, so that
+    one bad policy does not take the others with it.  InputError is the user's to see and passes through, and a
+    folder that takes no more files becomes one.
     """
     with contextlib.chdir(job.base):
-        run_points: RunPoints = resolve_runner(job.runner, job.base)
+        run_points: RunPoints | None = None
+        broken = ""
+        try:
+            run_points = resolve_runner(job.runner, job.base)
+        except InputError:
+            raise
+        except RUNNER_ERRORS as error:
+            broken = _one_line(error)
         torch = sys.modules.get("torch")
         if torch is not None:
             torch.set_num_threads(threads)
@@ -125,15 +135,33 @@ def run_and_store(job: Job, tell: Callable[[Event], None], *, folder: str, threa
                 tell(Progress(done, total))
 
         def store(point: dict[str, Any], result: Mapping[str, Any], seconds: float) -> None:
+            if not isinstance(point, dict) or not isinstance(result, Mapping):
+                raise TypeError(
+                    f"runner {job.runner} has to give a point and a table of results, not {result}"
+                )
             key = content_hash(point)
-            if remaining.pop(key, None) is None:
+            if key not in remaining:
                 raise ValueError(f"runner {job.runner} gave a record that nobody asked for: {point}")
-            result = {**result, "series": _store_series(folder, key, result.get("series"))}
-            record = complete_record(point, result, environment=environment, seconds=seconds)
-            save_record(folder, record)
+            series = result.get("series")
+            try:
+                record = complete_record(
+                    point, {**result, "series": None}, environment=environment, seconds=seconds
+                )
+                encode(record)
+            except InputError as error:
+                raise ValueError(f"the runner's result is not a record: {error}") from error
+            try:
+                record["series"] = _store_series(folder, key, series)
+                save_record(folder, record)
+            except OSError as error:
+                expected = f"room for the next record ({error.strerror}); the same command resumes"
+                raise InputError("output", folder, expected) from error
+            del remaining[key]
             tell(Stored(key, point["policy"], record["status"], record["message"], record["seconds"]))
 
         def run(points: list[dict[str, Any]]) -> str:
+            if run_points is None:
+                return broken
             started = time.monotonic()
             try:
                 for point, result in run_points(points, threads=threads, on_progress=on_progress):
@@ -141,7 +169,7 @@ def run_and_store(job: Job, tell: Callable[[Event], None], *, folder: str, threa
                     started = time.monotonic()
             except InputError:
                 raise
-            except Exception as error:
+            except RUNNER_ERRORS as error:
                 return _one_line(error)
             return "the runner gave no record for this point"
 
@@ -182,7 +210,7 @@ def _environment(job: Job, threads: int) -> dict[str, Any]:
     return environment if script is None else environment | {"script": script}
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {text} ({Path(frame.filename).name}, line {frame.lineno})"

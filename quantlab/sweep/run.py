@@ -1,5 +1,6 @@
 """The sweep: expand, drop what is done, run the rest, store each record as soon as it exists."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -126,7 +127,8 @@ def _ask_runners(jobs: list[Job]) -> None:
         if not module.endswith(".py"):
             check = getattr(importlib.import_module(module), "check_points", None)
             if check is not None:
-                check(list(job.points))
+                with contextlib.chdir(job.base):
+                    check(list(job.points))
 
 
 def _todo(jobs: list[Job], records: Path) -> tuple[list[Job], Counter[str], list[str]]:

@@ -48,7 +48,8 @@ STREAM_FIELDS = ("preset", "alpha", "heads", "sequences", "steps", "seed", "valu
 
 Count = Annotated[int, pydantic.Field(gt=0)]
 Alpha = Annotated[float, pydantic.Field(gt=0, lt=1)]
-Seed = Annotated[int, pydantic.Field(ge=0)]
+Seed = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
+Some = pydantic.Field(min_length=1)
 
 
 class _Table(pydantic.BaseModel):
@@ -61,11 +62,11 @@ class DriftBlock(_Table):
     name: str | None = None
     family: str | None = None
     preset: Literal["evidence", "realistic"] | None = None
-    alpha: Alpha | list[Alpha] | None = None
+    alpha: Alpha | Annotated[list[Alpha], Some] | None = None
     heads: Count = 8
     sequences: Count = 2
     steps: Count = 1024
-    seed: Seed | list[Seed] = 0
+    seed: Seed | Annotated[list[Seed], Some] = 0
     value_dim: Count | None = None
     key_dim: Count | None = None
     stream_file: str | None = None
@@ -77,7 +78,7 @@ class EvalBlock(_Table):
 
     name: str | None = None
     model: str
-    tasks: Annotated[list[str], pydantic.Field(min_length=1)]
+    tasks: Annotated[list[str], Some]
     data: str | None = None
     limit: Count | None = None
     batch_size: Count = 8
@@ -132,7 +133,7 @@ def load_study(path: str | os.PathLike[str]) -> Study:
     one."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("spec", str(path), f"a readable TOML file ({error})") from error
     try:
@@ -168,7 +169,7 @@ def _first_problem(error: pydantic.ValidationError) -> InputError:
         )
     if problem["type"] == "missing":
         return InputError(f"spec {where}", None, "a value, as this field is required")
-    message = problem["msg"]
+    message = problem["msg"].removeprefix("Input should be ")
     return InputError(f"spec {where}", problem["input"], message[:1].lower() + message[1:])
 
 
@@ -180,6 +181,8 @@ def expand(study: Study, base: str | os.PathLike[str], *, quick: bool = False) -
     """
     base = Path(base).resolve()
     if quick:
+        if study.quick == Quick():
+            raise InputError("quick", True, "a [quick] table in the spec that says what to leave out")
         study = _shrink(study)
     groups: dict[str, tuple[str, str, list[dict[str, Any]]]] = {}
     seen: set[str] = set()

@@ -8,7 +8,7 @@ import pytest
 from quantlab.errors import InputError
 from quantlab.evals.model import QuantlabLM
 from quantlab.evals.point import run_points
-from quantlab.evals.run import run_eval
+from quantlab.evals.run import run_eval, write_results
 
 TASK = "quantlab_gpqa_diamond_mc"
 
@@ -117,6 +117,17 @@ def test_a_folder_without_a_readable_model_is_refused(folder, table, tmp_path):
     (broken / "config.json").write_text("{")
     with pytest.raises(InputError, match="readable config"):
         run_eval(broken, ["fp32@1"], [TASK], data=table, output=tmp_path / "out")
+    shutil.copy(folder / "config.json", broken)
+    weights = (folder / "model.safetensors").read_bytes()
+    for text in (weights[:500], weights[:-8], b""):
+        (broken / "model.safetensors").write_bytes(text)
+        with pytest.raises(InputError, match="readable weights"):
+            run_eval(broken, ["fp32@1"], [TASK], data=table, output=tmp_path / "out")
+    shutil.copy(folder / "model.safetensors", broken)
+    for file in broken.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(InputError, match="readable tokenizer"):
+        run_eval(broken, ["fp32@1"], [TASK], data=table, output=tmp_path / "out")
     (broken / "model.safetensors").unlink()
     with pytest.raises(InputError, match="weights"):
         run_eval(broken, ["fp32@1"], [TASK], data=table, output=tmp_path / "out")
@@ -201,3 +212,33 @@ def test_the_model_argument_text_of_lm_eval_carries_a_policy(folder):
     assert lm.get_model_info()["policy"].startswith("fp32/nvfp4@16:buffer=bf16")
     assert lm.get_model_info()["policy_seed"] == 4
     assert lm.batch_size == 3
+
+
+@pytest.mark.parametrize("way", ["output", "policy"])
+def test_what_would_stop_it_in_the_end_is_refused_before_a_document_is_scored(
+    folder, table, tmp_path, way, monkeypatch
+):
+    def never(*_, **__):
+        raise AssertionError("scored")
+
+    monkeypatch.setattr("lm_eval.simple_evaluate", never)
+    policies, output = ["fp32@1"], tmp_path / "out"
+    if way == "output":
+        output.write_text("a file")
+    elif "mamba2" in str(folder):
+        policies.append("fp32@4:contents=raw")
+    else:
+        pytest.skip("every policy fits a delta rule")
+    with pytest.raises(InputError, match="file is in the way" if way == "output" else "delta rule only"):
+        run_eval(folder, policies, [TASK], data=table, output=output)
+    assert [path.name for path in tmp_path.iterdir() if path != table] == (["out"] if way == "output" else [])
+
+
+def test_results_are_whole_or_absent(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_results({"results": {}}, tmp_path / "fp32@1")
+    assert list((tmp_path / "fp32@1").iterdir()) == []

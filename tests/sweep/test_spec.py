@@ -71,7 +71,7 @@ def test_a_point_named_twice_is_run_once(tmp_path, parser):
         ("title = 't'", r"\[\[drift\]\]"),
         (DRIFT + "[[drfit]]\n", "spec field 'drfit'.*nearest: drift"),
         (DRIFT.replace("alpha", "aplha"), r"drift\[1\] field 'aplha'.*nearest: alpha"),
-        (DRIFT.replace("64", "'64'"), r"drift\[1\].steps '64': expected input should be a valid integer"),
+        (DRIFT.replace("64", "'64'"), r"drift\[1\].steps '64': expected a valid integer"),
         (DRIFT.replace("64", "0"), r"drift\[1\].steps 0"),
         (DRIFT.replace("0.99", "1.5"), r"drift\[1\].alpha"),
         (DRIFT.replace("mamba2", "manba2"), r"drift\[1\].family 'manba2'.*nearest: mamba2"),
