@@ -32,6 +32,10 @@ class Encoded:
     residual: Tensor | None = None
 
 
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 @dataclass(frozen=True)
 class Format:
     """A number format; make one with :func:`quantlab.formats.parse`.
@@ -152,8 +156,8 @@ class Format:
 
         Codes (padded to whole bytes in every row), scales, global scale and residual.
         """
-        if not shape or min(shape) < 1:
-            raise InputError("shape", tuple(shape), "positive sizes (..., V, K)")
+        if not isinstance(shape, (tuple, list)) or not shape or any(not _is_size(n) for n in shape):
+            raise InputError("shape", shape, "positive sizes (..., V, K)")
         key_dim, rows = shape[-1], math.prod(shape[:-1])
         bits = 8 * math.ceil(key_dim * self.row.element.bits / 8)
         if self.row.scaling is not Scaling.NONE:
@@ -171,6 +175,9 @@ class Format:
         return self.row.scaling is Scaling.NVFP4
 
     def _check(self, x: Tensor, random_bits: Tensor | None, residual: Tensor | None) -> None:
+        for name, value in (("x", x), ("random_bits", random_bits), ("residual", residual)):
+            if not isinstance(value, Tensor) and (name == "x" or value is not None):
+                raise InputError(name, type(value).__name__, "a tensor")
         if x.dtype not in (torch.float32, torch.float64) or x.dim() == 0 or x.shape[-1] == 0:
             raise InputError("x", f"{x.dtype} {tuple(x.shape)}", "float32 or float64 of shape (..., K)")
         if (random_bits is not None) != self.stochastic:
@@ -184,6 +191,8 @@ class Format:
         if residual is not None and (self.error_feedback is None or residual.shape != x.shape):
             expected = None if self.error_feedback is None else f"shape {tuple(x.shape)}"
             raise InputError("residual", f"a tensor {tuple(residual.shape)}", f"{expected} for {self.text}")
+        if residual is not None and not residual.is_floating_point():
+            raise InputError("residual", str(residual.dtype), f"a float dtype for {self.text}")
 
     def _refuse_nan(self, x: Tensor) -> None:
         element = self.row.element
@@ -211,7 +220,9 @@ class Format:
         amax = scaling.group_amax(x, self.group(x.shape[-1]))
         if amax.numel() and not math.isfinite(amax.amax().item()):
             if self.row.element.name not in ("e4m3", "e5m2"):
-                raise InputError("x", "NaN or Inf", f"finite values: {self.text} has no code for them")
+                raise InputError(
+                    "x", "NaN or Inf", f"finite values in float32, residual included, for {self.text}"
+                )
             # FP8 keeps a NaN in its place and saturates Inf; neither may spoil the scale of its neighbours.
             largest = torch.finfo(torch.float32).max
             x = x.nan_to_num(nan=0.0, posinf=largest, neginf=-largest)
@@ -222,7 +233,9 @@ class Format:
         global_scale = None
         if self.granularity != "none":
             shared = (-1,) if self.granularity == "row" or x.dim() == 1 else (-2, -1)
-            global_scale = scaling.nvfp4_global_scale(amax.amax(shared))
+            # A maximum over no rows has no value: zero.
+            empty = amax.new_zeros(amax.shape[: shared[0]])
+            global_scale = scaling.nvfp4_global_scale(amax.amax(shared) if amax.numel() else empty)
         per_block = self._global_per_block(global_scale)
         scales = scaling.nvfp4_block_scales(amax, per_block)
         return scales, global_scale, scaling.divisors(scales * per_block)

@@ -16,13 +16,19 @@ from quantlab.formats.table import (
 )
 
 
-@lru_cache(maxsize=256)
 def parse(text: str) -> Format:
     """The format named by ``text``, e.g. "nvfp4", "fp16+sr13", "int8:block32+ef.bf16".
 
     InputError (argument "format") for a name, granularity or modifier that is unknown or not built yet, and
     for a modifier that the format cannot take.
     """
+    if not isinstance(text, str):
+        raise InputError("format", text, "text such as 'nvfp4' or 'fp16+sr13'")
+    return _parse(text)
+
+
+@lru_cache(maxsize=256)
+def _parse(text: str) -> Format:
     head, *modifiers = text.split("+")
     name, colon, granularity = head.partition(":")
     name = ALIASES.get(name, name)

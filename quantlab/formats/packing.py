@@ -8,8 +8,11 @@ from quantlab.errors import InputError
 
 def pack_nibbles(codes: Tensor) -> Tensor:
     """Codes 0..15 (..., K) of any integer dtype -> uint8 (..., ceil(K/2)); odd K is padded with code 0."""
-    if codes.dim() == 0 or codes.is_floating_point():
+    numbers = codes.dtype == torch.bool or codes.is_floating_point() or codes.is_complex()
+    if codes.dim() == 0 or numbers:
         raise InputError("codes", f"{codes.dtype} {tuple(codes.shape)}", "integer codes of shape (..., K)")
+    if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) <= 15:
+        raise InputError("codes", f"{int(codes.min())} to {int(codes.max())}", "codes 0 to 15")
     codes = codes.to(torch.uint8)
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))

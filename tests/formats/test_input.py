@@ -1,0 +1,119 @@
+"""What the formats do with odd layouts and wrong arguments."""
+
+import pytest
+import torch
+
+from quantlab.errors import InputError
+from quantlab.formats import pack_nibbles, parse
+from quantlab.formats.table import FORMATS
+
+TEXTS = [
+    *FORMATS,
+    *(
+        "int8:block32+ef",
+        "nvfp4:row",
+        "nvfp4:none",
+        "nvfp4+ef",
+        "nvfp4:row+sr8",
+        "fp8_e4m3+sr",
+        "bf16+sr",
+        "e2m1+sr1",
+    ),
+]
+
+
+def words_for(fmt, x):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 2**32, x.shape, generator=generator) if fmt.stochastic else None
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "shape", [(1,), (5,), (17,), (3, 1), (0, 16), (2, 0, 16), (0, 4, 33), (2, 3, 1, 31)], ids=str
+)
+def test_any_shape_with_a_key_dim(text, shape):
+    fmt = parse(text)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    encoded = fmt.quantize(x, words_for(fmt, x))
+    assert fmt.dequantize(encoded).shape == shape
+    assert torch.equal(
+        fmt.round(x, words_for(fmt, x)), fmt.dequantize(encoded).to(fmt.round(x, words_for(fmt, x)))
+    )
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_layout_and_gradients_change_nothing(text):
+    fmt = parse(text)
+    base = torch.randn(33, 3, 7, generator=torch.Generator().manual_seed(0))
+    for x in (base.permute(1, 2, 0), base[:, :1, :1].expand(33, 3, 7), base.repeat(1, 1, 2)[..., ::2]):
+        words = words_for(fmt, x)
+        expected = fmt.round(x.contiguous(), words)
+        kept = x.clone()
+        assert torch.equal(fmt.round(x, words), expected)
+        assert torch.equal(fmt.dequantize(fmt.quantize(x, words)), expected)
+        assert torch.equal(fmt.round(x.clone().requires_grad_(), words), expected)
+        assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("text", [t for t in TEXTS if parse(t).granularity])
+def test_zero_rows_beside_huge_and_tiny_ones_stay_finite(text):
+    fmt = parse(text)
+    x = torch.zeros(2, 4, 32)
+    x[0, 1], x[0, 2], x[1, 0] = torch.finfo(torch.float32).max, 1e-45, 1e-40
+    rounded = fmt.round(x, words_for(fmt, x))
+    assert torch.isfinite(rounded).all()
+    assert not rounded[0, 0].any()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.ones(4, 0),
+        torch.tensor(1.0),
+        torch.ones(2, 16, dtype=torch.float16),
+        torch.ones(2, 16, dtype=torch.int32),
+        torch.ones(2, 16, dtype=torch.complex64),
+        torch.ones(2, 16, dtype=torch.bool),
+        torch.ones(2, 16).numpy(),
+        [1.0, 2.0],
+        None,
+    ],
+    ids=lambda value: str(getattr(value, "dtype", value)),
+)
+@pytest.mark.parametrize("text", ["nvfp4", "int8+ef", "fp32", "bf16"])
+def test_wrong_tensors_are_named(text, wrong):
+    for call in (parse(text).quantize, parse(text).round):
+        with pytest.raises(InputError, match=r"^x "):
+            call(wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+def test_a_residual_is_a_float(dtype):
+    x = torch.ones(2, 32)
+    with pytest.raises(InputError, match=r"^residual "):
+        parse("int8+ef").quantize(x, residual=torch.zeros(2, 32, dtype=dtype))
+    with pytest.raises(InputError, match=r"^residual "):
+        parse("int8+ef").quantize(x, residual=[0.0])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^random_bits "):
+        parse("int8+sr").quantize(x, 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", [None, 5, b"nvfp4", ["nvfp4"], "fp16+sr" + "9" * 5000, "int8+sr\u0663"])
+def test_text_that_is_no_format(text):
+    with pytest.raises(InputError, match=r"^format "):
+        parse(text)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), 5, (2.5, 16), (True, 16)])
+def test_bits_need_sizes(shape):
+    with pytest.raises(InputError, match=r"^shape "):
+        parse("nvfp4").bits_per_value(shape)
+
+
+@pytest.mark.parametrize(
+    "codes",
+    [torch.tensor([16, 3]), torch.tensor([-1, 3]), torch.ones(2, dtype=torch.bool), torch.ones(2) * 1j],
+)
+def test_codes_beyond_four_bits_are_not_cut(codes):
+    with pytest.raises(InputError, match=r"^codes "):
+        pack_nibbles(codes)
