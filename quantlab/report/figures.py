@@ -48,11 +48,16 @@ def drift_panels(groups: Mapping[str, list[Record]], styles: Mapping[str, Style]
 def _curves(group: Sequence[Record]) -> dict[str, dict[str, Any]]:
     """First seed of each policy: further seeds would lie on top of it, and the table pools them."""
     found: dict[str, dict[str, Any]] = {}
-    for record in sorted(group, key=lambda r: str(r["point"].get("stream", {}).get("seed", 0))):
+    for record in sorted(group, key=_seed):
         curve = record["curve"]
         if curve and curve.get("output_error") and record["status"] in ("ok", "diverged"):
             found.setdefault(record["point"]["policy"], curve | {"diverged": record["status"] == "diverged"})
     return found
+
+
+def _seed(record: Record) -> str:
+    stream = record["point"].get("stream")
+    return str(stream.get("seed", 0)) if isinstance(stream, dict) else "0"
 
 
 def _draw_curves(

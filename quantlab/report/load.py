@@ -9,6 +9,7 @@ from typing import Any
 
 from quantlab.errors import InputError
 from quantlab.records import canonical_json, load_records
+from quantlab.report.check import check_contents
 
 Record = dict[str, Any]
 BASELINE = "fp32@1"
@@ -30,14 +31,16 @@ class Collection:
 def load_collection(folder: str | os.PathLike[str]) -> Collection:
     """Records of ``folder``/records, or of ``folder`` itself.
 
-    Raises InputError for an empty folder, a record that is not valid, and two protocol fingerprints of one
-    kind.
+    Raises InputError for an empty folder, a record that is not valid or holds what no report can show, and
+    two protocol fingerprints of one kind.
     """
     folder = Path(folder)
     inner = folder / "records"
     records = load_records(inner if inner.is_dir() else folder)
     if not records:
         raise InputError("records folder", str(folder), "at least one record; run quantlab sweep first")
+    for record in records:
+        check_contents(record)
     return Collection(records, _about(folder), check_records(records))
 
 
@@ -76,8 +79,9 @@ def _stream_warnings(records: list[Record]) -> list[str]:
         if digest:
             hashes[stream_key(record)][digest].append(record["point"]["policy"])
             point = record["point"]
+            drift = record["kind"] == "drift"  # a script may call a parameter of its own "stream"
             names[stream_key(record)] = (
-                stream_name(point["stream"]) if "stream" in point else point.get("name", "scan")
+                stream_name(point["stream"]) if drift else str(point.get("name", "scan"))
             )
     return [
         f"{names[key]}: policies ran on {len(found)} different streams (stream hashes "
@@ -110,7 +114,10 @@ def _about(folder: Path) -> dict[str, Any]:
     about = {"title": folder.resolve().name, "description": "", "command": None, "spec": None, "quick": False}
     if path.is_file():
         try:
-            about |= json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError("study.json", str(path), f"valid JSON ({error})") from error
+        if not isinstance(found, dict):
+            raise InputError("study.json", str(path), f"a JSON object, not {type(found).__name__}")
+        about |= found
     return about

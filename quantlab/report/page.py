@@ -41,7 +41,10 @@ def _one_type_a_column(table: pd.DataFrame) -> pd.DataFrame:
     table = table.copy()
     for name in table.columns:
         kinds = {type(value) for value in table[name].dropna()}
-        if table[name].dtype == object and len(kinds) > 1 and not kinds <= {int, float}:
+        mixed = len(kinds) > 1 and not kinds <= {int, float}
+        # Nor does a column hold whole numbers of more than 64 bits.
+        wide = any(isinstance(value, int) and abs(value) >= 2**63 for value in table[name].dropna())
+        if table[name].dtype == object and (mixed or wide):
             table[name] = table[name].map(lambda value: value if value is None else str(value))
         elif table[name].dtype == object and kinds <= {int, float} and kinds:
             table[name] = pd.to_numeric(table[name])
@@ -157,8 +160,8 @@ def _troubles(records: Sequence[Record]) -> list[dict[str, Any]]:
         warning = record["metrics"].get("warning")
         if record["status"] != "ok" or warning:
             point = record["point"]
-            where = ", ".join(f"{k} {v}" for k, v in point.items() if k not in ("kind", "policy", "stream"))
-            if "stream" in point:
+            where = ", ".join(f"{k} {v}" for k, v in point.items() if k not in ("kind", "policy"))
+            if record["kind"] == "drift":
                 where = ", ".join(f"{k} {v}" for k, v in point["stream"].items() if v is not None)
             reason = record["message"] or warning or "no reason was recorded"
             found.append(

@@ -46,6 +46,8 @@ def test_every_file_type_gives_the_same_rows(tmp_path):
             "missing: Incorrect Answer 1, Incorrect Answer 2, Incorrect Answer 3",
         ),
         ("a.csv", ",".join(COLUMNS) + "\n", "at least one row"),
+        ("a.json", "[" * 100_000, "RecursionError"),
+        ("a.json", json.dumps([{**ROW, "Question": "\ud800"}]), "valid Unicode; row 1 is not"),
         ("a.csv", ",".join(COLUMNS) + "\nq,a,b,c,\n", "row 1 has none in Incorrect Answer 3"),
         ("a.json", "{", "on reading"),
         ("a.jsonl", "[1]", "on reading"),
