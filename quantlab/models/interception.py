@@ -12,6 +12,7 @@ The convolution state is left alone, in the model's own precision.
 
 import contextlib
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -24,7 +25,10 @@ from torch import Tensor, nn
 from quantlab.errors import InputError
 from quantlab.models.families import FAMILIES, UNSUPPORTED_OPS, Family
 from quantlab.models.report import PolicyReport
-from quantlab.schemes import DecodeState, Policy, check_policy_fits, parse_policy, start
+from quantlab.schemes import DecodeState, Policy, check_policy_fits, checks, parse_policy, start
+
+# Blocks patch module globals and undo it in reverse order, which two threads would interleave.
+_ENTERED = threading.RLock()
 
 _CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
 
@@ -44,7 +48,8 @@ def run_with_policy(
     cache that was filled outside, and, on a clean exit, when no decode step went through the policy.
     """
     interception = Interception(model, policy, seed=seed)
-    interception.sequence_ids = None if sequence_ids is None else torch.as_tensor(sequence_ids)
+    if sequence_ids is not None:
+        interception.sequence_ids = checks.sequence_ids(sequence_ids, len(sequence_ids))
     with interception:
         yield interception.report
     interception.require_effect()
@@ -101,14 +106,19 @@ class Interception:
         self._namespaces = _op_namespaces(model)
         for _, family in self._namespaces:
             check_policy_fits(self.policy, family.recurrence)
-        self._calls: list[tuple[int, nn.Module]] = []  # the recurrent modules now running, innermost last
+        self._running: dict[int, list[tuple[int, nn.Module]]] = {}  # by thread
         self._alive: list[tuple[weakref.ref[_Holding], DecodeState]] = []
         self._undo: contextlib.ExitStack | None = None
 
     def __enter__(self) -> "Interception":
         if self._undo is not None:
             raise InputError("policy", str(self.policy), "not to be entered twice at once")
+        if not _ENTERED.acquire(blocking=False):
+            raise InputError(
+                "policy", str(self.policy), "one thread at a time: another is inside such a block"
+            )
         with contextlib.ExitStack() as stack:
+            stack.callback(_ENTERED.release)
             for module in self._model.modules():
                 if isinstance(getattr(module, "layer_idx", None), int):
                     stack.callback(module.register_forward_pre_hook(self._enter_layer).remove)
@@ -126,7 +136,7 @@ class Interception:
         undo, self._undo = self._undo, None
         assert undo is not None
         undo.close()
-        self._calls.clear()
+        self._running.clear()
 
     def require_effect(self) -> None:
         """InputError unless at least one decode step ran through the policy."""
@@ -150,6 +160,11 @@ class Interception:
         return [state for _, state in self._alive]
 
     # -- which layer is running
+    @property
+    def _calls(self) -> list[tuple[int, nn.Module]]:
+        """The recurrent modules that this thread runs now, innermost last."""
+        return self._running.setdefault(threading.get_ident(), [])
+
     def _enter_layer(self, module: nn.Module, args: Any) -> None:
         self._calls.append((module.layer_idx, module))  # pyright: ignore[reportArgumentType]
 
@@ -282,6 +297,8 @@ def decode_states(cache: Any) -> dict[int, DecodeState]:
 
 def _op_namespaces(model: nn.Module) -> list[tuple[Any, Family]]:
     """(module, family) for every module file of the model that defines a family's step op."""
+    if not isinstance(model, nn.Module):
+        raise InputError("model", type(model).__name__, "a loaded model (torch.nn.Module)")
     files = {
         cls.__module__: sys.modules[cls.__module__]
         for part in model.modules()

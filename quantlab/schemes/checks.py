@@ -32,11 +32,14 @@ def tensor(name: str, value: object, shape: tuple[int, ...] | None, expected: st
 
 
 def rows(value: object, batch: int, *, distinct: bool = False) -> Tensor:
-    """``value`` as row numbers: int64 (n,), each from 0 to batch - 1, and each once if ``distinct``."""
-    expected = f"int64 row numbers from 0 to {batch - 1}" + (", each at most once" if distinct else "")
-    if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.ndim != 1:
-        raise InputError("rows", describe(value), f"shape (n,), {expected}")
-    value = value.cpu()
+    """``value`` as row numbers: int64 (n,), each from 0 to batch - 1, and each once if ``distinct``.
+
+    int32 is taken too: it is what beam search reorders a cache with.
+    """
+    expected = f"row numbers from 0 to {batch - 1}" + (", each at most once" if distinct else "")
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32) or value.ndim != 1:
+        raise InputError("rows", describe(value), f"int64 or int32 of shape (n,), {expected}")
+    value = value.cpu().to(torch.int64)
     outside = (value < 0) | (value >= batch)
     if bool(outside.any()) or (distinct and len(value.unique()) != len(value)):
         raise InputError("rows", value.tolist(), expected)

@@ -110,7 +110,7 @@ class DecodeState:
         return fold(self.recurrence, base, records, self.rates) if len(records) else base.clone()
 
     def select(self, rows: Tensor) -> None:
-        """Keep, reorder or fork rows in place: row i becomes the old row ``rows[i]`` (int64, 0 to batch - 1).
+        """Keep, reorder or fork rows in place: row i becomes the old row ``rows[i]`` (integers, 0 to batch - 1).
 
         A fork keeps the sequence id, and with it the random bits, of the row it comes from.
         """
@@ -122,7 +122,7 @@ class DecodeState:
         self._read_stores = {part: counts[rows] for part, counts in self._read_stores.items()}
 
     def reset(self, rows: Tensor, initial: Tensor, sequence_ids: Tensor | None = None) -> None:
-        """Hand a prefill state to ``rows`` (int64, each at most once): window empty, store number 0.
+        """Hand a prefill state to ``rows`` (integers, each at most once): window empty, store number 0.
 
         initial: (len(rows), heads, value_dim, key_dim).  sequence_ids: int64 (len(rows),), names of the new sequences;
         without them the rows keep theirs, and draw the random bits of the sequences that they follow.
