@@ -96,6 +96,7 @@ def test_explain_and_predict_and_formats():
         ("explain fp32@16:dot=tf32", ["dot=tf32 is not built yet"]),
         ("explain fp32@1 --heads 4 --key-heads 3", ["key_heads", "3"]),
         ("study nowhere", ["study", "'nowhere'"]),
+        (f"study {ROOT / 'experiments' / 'typeseg' / 'run.py'}", ["spec", "valid TOML"]),
         ("sweep nowhere.toml -o out", ["spec", "'nowhere.toml'"]),
         ("report nowhere", ["nowhere"]),
         ("eval --model nowhere --data x.csv", ["model", "nowhere"]),

@@ -21,7 +21,7 @@ from quantlab.records import (
 from quantlab.sweep.executor import Executor, LocalExecutor
 from quantlab.sweep.jobs import Died, Job, Stored, run_and_store, script_hash, store_failure
 from quantlab.sweep.progress import Reporter
-from quantlab.sweep.spec import expand, load_study
+from quantlab.sweep.spec import Quick, expand, load_study
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,8 @@ def run_sweep(
     """
     spec = Path(spec)
     study = load_study(spec)
+    if quick and study.quick == Quick():
+        raise InputError("quick", True, "a [quick] table in the spec that says what to leave out")
     jobs = expand(study, spec.parent, quick=quick)
     if shard is not None:
         jobs = jobs[shard[0] - 1 :: shard[1]]
