@@ -1,0 +1,86 @@
+"""Random words drawn inside a kernel: the twin of ``quantlab.formats.random``.
+
+The generator is Triton's own ``tl.philox``, Philox-4x32 under a 64-bit key; tests hold it to known answers.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantlab.errors import InputError
+from quantlab.kernels import target
+
+COUNTERS = 256
+"""Of one program.  The interpreter pays by the program, so it takes far more at once."""
+INTERPRETED_COUNTERS = 8192
+
+
+@triton.jit
+def element_words(counter, store_number, sequence_id, stream, seed, ROUNDS: tl.constexpr):
+    """uint32 words of consecutive elements: counters (..., N) give words (..., 4 N).
+
+    counter: element index within one sequence's state // 4, uint32.  store_number, sequence_id, stream (4 * layer
+    + part): uint32, scalars or of a shape that broadcasts with counter.  seed: a 64-bit integer.
+    """
+    zero = (counter ^ store_number ^ sequence_id ^ stream) & 0
+    r0, r1, r2, r3 = tl.philox(
+        seed, counter + zero, store_number + zero, sequence_id + zero, stream + zero, ROUNDS
+    )
+    return tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
+
+
+# Triton would compile anew for every number that is 1 or a multiple of 16.
+@triton.jit(do_not_specialize=("seed", "stream", "elements"))
+def random_words_kernel(
+    store_numbers, sequence_ids, output, seed, stream, elements, ROUNDS: tl.constexpr, COUNTERS: tl.constexpr
+):
+    row = tl.program_id(0)
+    first = tl.program_id(1) * COUNTERS
+    counter = (first + tl.arange(0, COUNTERS)).to(tl.uint32)
+    store_number = tl.load(store_numbers + row).to(tl.uint32)
+    sequence_id = tl.load(sequence_ids + row).to(tl.uint32)
+    words = element_words(counter, store_number, sequence_id, stream.to(tl.uint32), seed, ROUNDS)
+    element = first.to(tl.int64) * 4 + tl.arange(0, 4 * COUNTERS)
+    tl.store(output + row.to(tl.int64) * elements + element, words.to(tl.int64), mask=element < elements)
+
+
+def random_words(
+    shape: tuple[int, int, int, int],
+    seed: int,
+    store_numbers: Tensor,
+    sequence_ids: Tensor,
+    layer: int,
+    part: int,
+    rounds: int = 10,
+) -> Tensor:
+    """See ``quantlab.formats.random.random_words``; computed where ``store_numbers`` and ``sequence_ids`` are.
+
+    Raises:
+        InputError: names the argument that is no such thing, or that lies where no kernel runs.
+    """
+    batch, elements = shape[0], shape[1] * shape[2] * shape[3]
+    for name, value in (("store_numbers", store_numbers), ("sequence_ids", sequence_ids)):
+        if value.dtype != torch.int64 or value.shape != (batch,):
+            raise InputError(name, f"{value.dtype} {tuple(value.shape)}", f"int64 of shape ({batch},)")
+        if reason := target.obstacle(value.device):
+            raise InputError(name, f"a tensor on {value.device}", f"a device that runs kernels: {reason}")
+    if not 0 <= part < 4:
+        raise InputError("part", part, "0, 1, 2 or 3")
+    output = torch.empty(shape, dtype=torch.int64, device=store_numbers.device)
+    if output.numel() == 0:
+        return output
+    counters = INTERPRETED_COUNTERS if target.interpreting() else COUNTERS
+    grid = batch, triton.cdiv(-(-elements // 4), counters)
+    random_words_kernel[grid](
+        store_numbers.contiguous(),
+        sequence_ids.contiguous(),
+        output,
+        seed & (2**64 - 1),
+        4 * layer + part,
+        elements,
+        ROUNDS=rounds,
+        COUNTERS=counters,
+        **target.LAUNCH_OPTIONS,
+    )
+    return output
