@@ -47,6 +47,17 @@ def e8m0(codes):
 
 
 @triton.jit
+def widened(x):
+    """float32, float16 or bfloat16 to float32.  Triton's interpreter would flush bfloat16's subnormals."""
+    if x.dtype == tl.bfloat16:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        values = bits.to(tl.float32, bitcast=True)
+    else:
+        values = x.to(tl.float32)
+    return values
+
+
+@triton.jit
 def element_value(codes, ELEMENT: tl.constexpr):
     """Codes of an ``Element`` or ``Integer`` of the formats' table, of any integer type, to float32 values.
 

@@ -11,7 +11,7 @@ from quantlab.formats.fused import code_dtype
 from quantlab.formats.rounding import EXACT_BITS, Rounding
 from quantlab.formats.table import Element, Integer
 from quantlab.kernels import target
-from quantlab.kernels.decode import element_value
+from quantlab.kernels.decode import element_value, widened
 from quantlab.kernels.rounding import encode
 
 TILE = 1024
@@ -41,7 +41,7 @@ def encode_kernel(
     word = None
     if words is not None:
         word = tl.load(words + at, mask=mask, other=0)
-    result = encode(tl.load(x + at, mask=mask, other=0).to(tl.float32), word, ELEMENT, ROUNDING, BITS)
+    result = encode(widened(tl.load(x + at, mask=mask, other=0)), word, ELEMENT, ROUNDING, BITS)
     if OUTPUT == VALUES:
         result = element_value(result, ELEMENT)
     tl.store(output + at, result, mask=mask)
@@ -83,9 +83,10 @@ def round_elements(
 def decode_elements(codes: Tensor, element: Element | Integer) -> Tensor:
     """``quantlab.formats.fused.decode``: float32 values of codes."""
     output = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    count, tile = codes.numel(), tile_size()
+    count = codes.numel()
     if count:
-        launch(decode_kernel, count, tile, codes, output, count, ELEMENT=element, TILE=tile)
+        meta = decode_constants(element)
+        launch(decode_kernel, count, meta["TILE"], codes, output, count, **meta)
     return output
 
 
@@ -98,10 +99,23 @@ def _encode(
     output: Tensor,
     form: tl.constexpr,
 ) -> None:
-    count, tile = x.numel(), tile_size()
-    meta = {"ELEMENT": element, "ROUNDING": rounding.value, "BITS": bits, "OUTPUT": form.value, "TILE": tile}
+    count = x.numel()
     if count:
-        launch(encode_kernel, count, tile, x, words, output, count, **meta)
+        meta = encode_constants(element, rounding, bits, form)
+        launch(encode_kernel, count, meta["TILE"], x, words, output, count, **meta)
+
+
+def encode_constants(
+    element: Element | Integer, rounding: Rounding, bits: int, form: tl.constexpr
+) -> dict[str, Any]:
+    """Compile-time arguments of ``encode_kernel``."""
+    constants = {"ELEMENT": element, "ROUNDING": rounding.value, "BITS": bits}
+    return constants | {"OUTPUT": form.value, "TILE": tile_size()}
+
+
+def decode_constants(element: Element | Integer) -> dict[str, Any]:
+    """Compile-time arguments of ``decode_kernel``."""
+    return {"ELEMENT": element, "TILE": tile_size()}
 
 
 def launch(kernel: Any, count: int, tile: int, *arguments: Any, **meta: Any) -> None:

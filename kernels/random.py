@@ -1,4 +1,4 @@
-"""Random words drawn inside a kernel: the twin of ``quantlab.formats.random``.
+"""Random words drawn inside a kernel: the twins of ``quantlab.formats.random``.
 
 The generator is Triton's own ``tl.philox``, Philox-4x32 under a 64-bit key; tests hold it to known answers.
 """
@@ -30,6 +30,20 @@ def element_words(counter, store_number, sequence_id, stream, seed, ROUNDS: tl.c
     return tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
 
 
+@triton.jit(do_not_specialize=("seed", "count"))
+def philox_kernel(counters, output, seed, count, ROUNDS: tl.constexpr, COUNTERS: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * COUNTERS
+    at = first + tl.arange(0, COUNTERS)
+    mask = at < count
+    c0 = tl.load(counters + 4 * at, mask=mask, other=0).to(tl.uint32)
+    c1 = tl.load(counters + 4 * at + 1, mask=mask, other=0).to(tl.uint32)
+    c2 = tl.load(counters + 4 * at + 2, mask=mask, other=0).to(tl.uint32)
+    c3 = tl.load(counters + 4 * at + 3, mask=mask, other=0).to(tl.uint32)
+    words = element_words(c0, c1, c2, c3, seed, ROUNDS)
+    word = 4 * first + tl.arange(0, 4 * COUNTERS)
+    tl.store(output + word, words.to(tl.int64), mask=word < 4 * count)
+
+
 # Triton would compile anew for every number that is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=("seed", "stream", "elements"))
 def random_words_kernel(
@@ -45,6 +59,28 @@ def random_words_kernel(
     tl.store(output + row.to(tl.int64) * elements + element, words.to(tl.int64), mask=element < elements)
 
 
+def philox_4x32(counter: Tensor, key: tuple[int, int], rounds: int = 10) -> Tensor:
+    """See ``quantlab.formats.random.philox_4x32``; counter is contiguous.
+
+    Raises:
+        InputError: names the argument that is no such thing, or that lies where no kernel runs.
+    """
+    if counter.dtype != torch.int64 or counter.dim() == 0 or counter.shape[-1] != 4:
+        raise InputError("counter", f"{counter.dtype} {tuple(counter.shape)}", "int64 of shape (..., 4)")
+    if not counter.is_contiguous():
+        raise InputError("counter", f"strides {counter.stride()}", "a contiguous tensor")
+    if rounds < 1:
+        raise InputError("rounds", rounds, "at least 1")
+    _check_device("counter", counter)
+    output = torch.empty(counter.shape, dtype=torch.int64, device=counter.device)
+    count, counters = counter.numel() // 4, _counters()
+    if count:
+        grid = (triton.cdiv(count, counters),)
+        options = {"ROUNDS": rounds, "COUNTERS": counters, **target.LAUNCH_OPTIONS}
+        philox_kernel[grid](counter, output, key[0] | key[1] << 32, count, **options)
+    return output
+
+
 def random_words(
     shape: tuple[int, int, int, int],
     seed: int,
@@ -54,7 +90,7 @@ def random_words(
     part: int,
     rounds: int = 10,
 ) -> Tensor:
-    """See ``quantlab.formats.random.random_words``; computed where ``store_numbers`` and ``sequence_ids`` are.
+    """See ``quantlab.formats.random.random_words``; computed where ``store_numbers`` is; both are contiguous.
 
     Raises:
         InputError: names the argument that is no such thing, or that lies where no kernel runs.
@@ -63,24 +99,25 @@ def random_words(
     for name, value in (("store_numbers", store_numbers), ("sequence_ids", sequence_ids)):
         if value.dtype != torch.int64 or value.shape != (batch,):
             raise InputError(name, f"{value.dtype} {tuple(value.shape)}", f"int64 of shape ({batch},)")
-        if reason := target.obstacle(value.device):
-            raise InputError(name, f"a tensor on {value.device}", f"a device that runs kernels: {reason}")
+        if not value.is_contiguous():
+            raise InputError(name, f"strides {value.stride()}", "a contiguous tensor")
+        _check_device(name, value)
     if not 0 <= part < 4:
         raise InputError("part", part, "0, 1, 2 or 3")
     output = torch.empty(shape, dtype=torch.int64, device=store_numbers.device)
-    if output.numel() == 0:
-        return output
-    counters = INTERPRETED_COUNTERS if target.interpreting() else COUNTERS
-    grid = batch, triton.cdiv(-(-elements // 4), counters)
-    random_words_kernel[grid](
-        store_numbers.contiguous(),
-        sequence_ids.contiguous(),
-        output,
-        seed & (2**64 - 1),
-        4 * layer + part,
-        elements,
-        ROUNDS=rounds,
-        COUNTERS=counters,
-        **target.LAUNCH_OPTIONS,
-    )
+    if output.numel():
+        counters = _counters()
+        grid = batch, triton.cdiv(-(-elements // 4), counters)
+        options = {"ROUNDS": rounds, "COUNTERS": counters, **target.LAUNCH_OPTIONS}
+        numbers = seed & (2**64 - 1), 4 * layer + part, elements
+        random_words_kernel[grid](store_numbers, sequence_ids, output, *numbers, **options)
     return output
+
+
+def _counters() -> int:
+    return INTERPRETED_COUNTERS if target.interpreting() else COUNTERS
+
+
+def _check_device(name: str, tensor: Tensor) -> None:
+    if reason := target.obstacle(tensor.device):
+        raise InputError(name, f"a tensor on {tensor.device}", f"a device that runs kernels: {reason}")

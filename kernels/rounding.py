@@ -69,8 +69,10 @@ def encode_element(x, words, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, BITS
     nan = magnitude > 0x7F800000
     sign = (bits >> (32 - ELEMENT.bits)) & ELEMENT.sign_code
     if ELEMENT.nan_code is None:
-        return tl.where(nan, ELEMENT.max_code, codes | sign)
-    return tl.where(nan, ELEMENT.nan_code, codes) | sign
+        codes = tl.where(nan, ELEMENT.max_code, codes | sign)
+    else:
+        codes = tl.where(nan, ELEMENT.nan_code, codes) | sign
+    return codes
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from quantlab.formats.fused import code_dtype
 from quantlab.formats.rounding import EXACT_BITS
 from quantlab.formats.storage import Encoded, Packed
 from quantlab.formats.table import Scaling
-from quantlab.kernels.decode import element_value
+from quantlab.kernels.decode import element_value, widened
 from quantlab.kernels.elements import CODES, PACKED, VALUES, launch, tile_size
 from quantlab.kernels.rounding import encode
 from quantlab.kernels.scales import float_scale, global_options, groups_of, recipe_of
@@ -30,7 +30,7 @@ def span_amax(x, start, size, SPANS: tl.constexpr, LENGTH: tl.constexpr, CHUNK: 
     for offset in range(0, LENGTH, CHUNK):
         column = offset + tl.arange(0, CHUNK)
         inside = column[None, :] < size[:, None]
-        values = tl.load(x + start[:, None] + column[None, :], mask=inside, other=0).to(tl.float32)
+        values = widened(tl.load(x + start[:, None] + column[None, :], mask=inside, other=0))
         # Magnitudes order like their bit patterns.
         magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         magnitude = tl.where(magnitude > 0x7F800000, 0, magnitude)
@@ -94,7 +94,7 @@ def scaled_encode_kernel(
         column = offset + tl.arange(0, CHUNK)
         inside = column[None, :] < size[:, None]
         at = start[:, None] + column[None, :]
-        values = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+        values = widened(tl.load(x + at, mask=inside, other=0))
         word = None
         if words is not None:
             word = tl.load(words + at, mask=inside, other=0)
@@ -197,8 +197,7 @@ def decode_scaled(fmt: Format, encoded: Encoded) -> Tensor:
     codes = encoded.codes
     output = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     if output.numel():
-        spans, meta = _spans(fmt, codes.shape), _constants(fmt, codes.shape)
-        del meta["DERIVE"], meta["QUOTIENT"]
+        spans, meta = spans_of(fmt, codes.shape), decode_constants(fmt, codes.shape)
         arguments = codes, encoded.scales, encoded.global_scale, output, spans.count
         launch(scaled_decode_kernel, spans.count, meta["SPANS"], *arguments, **meta)
     return output
@@ -208,28 +207,46 @@ def _encode(
     fmt: Format, x: Tensor, words: Tensor | None, output: Tensor, form: tl.constexpr
 ) -> tuple[Tensor | None, Tensor | None]:
     """Fill ``output``; the scales, None beside values, and the global scale, None without one."""
-    layout, spans = scale_layout(fmt, x.shape), _spans(fmt, x.shape)
+    layout, spans = scale_layout(fmt, x.shape), spans_of(fmt, x.shape)
     scales = global_scale = None
     if form is not VALUES:
         scales = torch.empty(layout.shape, dtype=layout.dtype, device=x.device)
     if layout.global_shape is not None:
         global_scale = torch.empty(layout.global_shape, dtype=torch.float32, device=x.device)
-        length, count = x.numel() // global_scale.numel(), global_scale.numel()
-        meta = _span_constants(Spans(length, length, count)) | {"OPTIONS": global_options()}
-        launch(global_scale_kernel, count, meta["SPANS"], x, global_scale, count, **meta)
-    meta = _constants(fmt, x.shape) | {"OUTPUT": form.value}
-    meta |= {"ROUNDING": fmt.rounding.value, "BITS": fmt.random_bits or EXACT_BITS}
-    meta |= {"LINE_BYTES": _row_bytes(fmt, x.shape[-1]) if form is PACKED else 0}
+        length = x.numel() // global_scale.numel()
+        shared = Spans(length, length, global_scale.numel())
+        meta = global_scale_constants(shared)
+        launch(global_scale_kernel, shared.count, meta["SPANS"], x, global_scale, shared.count, **meta)
+    meta = encode_constants(fmt, x.shape, form)
     arguments = x, words, output, scales, global_scale, spans.count
     launch(scaled_encode_kernel, spans.count, meta["SPANS"], *arguments, **meta)
     return scales, global_scale
 
 
+def encode_constants(fmt: Format, shape: torch.Size, form: tl.constexpr) -> dict[str, Any]:
+    """Compile-time arguments of ``scaled_encode_kernel``."""
+    packed = _row_bytes(fmt, shape[-1]) if form is PACKED else 0
+    element = {"ELEMENT": fmt.element, "ROUNDING": fmt.rounding.value, "BITS": fmt.random_bits or EXACT_BITS}
+    return _constants(fmt, shape) | element | {"OUTPUT": form.value, "LINE_BYTES": packed}
+
+
+def decode_constants(fmt: Format, shape: torch.Size) -> dict[str, Any]:
+    """Compile-time arguments of ``scaled_decode_kernel``."""
+    constants = _constants(fmt, shape)
+    del constants["DERIVE"], constants["QUOTIENT"]
+    return constants | {"ELEMENT": fmt.element}
+
+
+def global_scale_constants(spans: Spans) -> dict[str, Any]:
+    """Compile-time arguments of ``global_scale_kernel``."""
+    return _span_constants(spans) | {"OPTIONS": global_options()}
+
+
 def _constants(fmt: Format, shape: torch.Size) -> dict[str, Any]:
-    spans = _spans(fmt, shape)
+    spans = spans_of(fmt, shape)
     sizes = {"LINE": spans.line, "GLOBAL_SPANS": _global_spans(fmt, shape, spans)}
     recipe = {name.upper(): part for name, part in recipe_of(fmt)._asdict().items()}
-    return sizes | _span_constants(spans) | recipe | {"ELEMENT": fmt.element}
+    return sizes | _span_constants(spans) | recipe
 
 
 def _span_constants(spans: Spans) -> dict[str, Any]:
@@ -238,7 +255,8 @@ def _span_constants(spans: Spans) -> dict[str, Any]:
     return {"LENGTH": spans.length, "CHUNK": chunk, "SPANS": count}
 
 
-def _spans(fmt: Format, shape: torch.Size) -> Spans:
+def spans_of(fmt: Format, shape: torch.Size) -> Spans:
+    """How values of ``shape`` share stored scales."""
     groups = groups_of(fmt)
     key_dim, rows, values = shape[-1], shape[-2] if len(shape) > 1 else 1, shape.numel()
     if groups.rows == 1:
