@@ -6,6 +6,9 @@ powers of two, which are exact as well, as long as no multiplication flushes sub
 compiled without ``.ftz``).
 """
 
+# A constexpr stands for the value that it wraps; a type checker does not know that.
+# pyright: reportAttributeAccessIssue=false
+
 import triton
 import triton.language as tl
 

@@ -41,9 +41,9 @@ def quantize_packed(fmt: Format, x: Tensor, random_bits: Tensor | None = None) -
     Raises:
         InputError: see ``quantize``; or the format is another one.
     """
-    _admit(fmt, x, random_bits)
     if fmt.element.bits != 4 or fmt.recipe is None or fmt.granularity in ("tile32", "head"):
         raise InputError("fmt", fmt.text, "a format of 4-bit elements with scales within a value row")
+    _admit(fmt, x, random_bits)
     if x.numel() == 0:
         return fmt.pack(fmt.quantize(x, random_bits))
     return encode_packed(fmt, x, random_bits)
@@ -91,12 +91,12 @@ def _admit(fmt: Format, x: Tensor, random_bits: Tensor | None) -> None:
             "x", f"float64 {tuple(x.shape)}", "float32, float16 or bfloat16 (the kernel computes in float32)"
         )
     fmt._admit(x, random_bits, None, "raise")
-    for name, tensor in (("x", x), ("random_bits", random_bits)):
-        if tensor is None:
-            continue
+    given = {"x": x} if random_bits is None else {"x": x, "random_bits": random_bits}
+    for name, tensor in given.items():
         if not tensor.is_contiguous():
             value = f"{tuple(tensor.shape)} with strides {tensor.stride()}"
             raise InputError(name, value, "a contiguous tensor")
+    for name, tensor in given.items():
         _check_device(name, tensor, x.device)
 
 

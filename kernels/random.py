@@ -24,7 +24,7 @@ def element_words(counter, store_number, sequence_id, stream, seed, ROUNDS: tl.c
     + part): uint32, scalars or of a shape that broadcasts with counter.  seed: a 64-bit integer.
     """
     zero = (counter ^ store_number ^ sequence_id ^ stream) & 0
-    r0, r1, r2, r3 = tl.philox(
+    r0, r1, r2, r3 = tl.philox(  # pyright: ignore[reportGeneralTypeIssues]
         seed, counter + zero, store_number + zero, sequence_id + zero, stream + zero, ROUNDS
     )
     return tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))

@@ -11,6 +11,9 @@ most 10 mantissa bits, or ``Integer`` up to 16 bits), ``ROUNDING`` the value of 
 or uint32 random words for stochastic rounding (else None), of which the low ``BITS`` bits are used.
 """
 
+# A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 import triton
 import triton.language as tl
 

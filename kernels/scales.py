@@ -11,6 +11,9 @@ A ``Recipe`` brings four jit functions to a kernel, and ``options`` for them:
 Division is ``div_rn``: Triton's ``/`` of float32 is approximate on a GPU, and stored bits must not depend on that.
 """
 
+# A constexpr stands for the value that it wraps; a type checker does not know that.
+# pyright: reportAttributeAccessIssue=false
+
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -56,6 +56,15 @@ def check_random_words(implementation: str) -> None:
     _where(implementation, _check_random_words)
 
 
+def check_all(implementation: str) -> None:
+    """The whole suite, for a machine without pytest."""
+    for name in ELEMENT_CASES:
+        check_element(name, implementation)
+    for text in FORMAT_CASES:
+        check_format(text, implementation)
+    check_random_words(implementation)
+
+
 def philox_4x32(counter: Tensor, key: tuple[int, int], rounds: int, implementation: str) -> Tensor:
     """The kernel's words, on the CPU."""
     return torch.from_numpy(_where(implementation, _philox_4x32, counter.numpy(), key, rounds))
@@ -116,14 +125,15 @@ def _check_element(name: str, device: str) -> None:
     from quantlab.kernels import elements as kernels
 
     element = ELEMENT_CASES[name]
-    reference = encode_integer if isinstance(element, Integer) else encode_element
     x = element_inputs(element, None if element.bits <= 16 else 1 << 13)
     some = element_inputs(element, 1 << 12)
     jobs = [(x, Rounding.NEAREST, None, 32), (some, Rounding.TOWARD_ZERO, None, 32)]
-    jobs += [(some, Rounding.STOCHASTIC, element_words(some, element, bits), bits) for bits in STOCHASTIC_BITS]
+    jobs += [
+        (some, Rounding.STOCHASTIC, element_words(some, element, bits), bits) for bits in STOCHASTIC_BITS
+    ]
     for values, rounding, words, bits in jobs:
         what = f"{name} {rounding.value} {bits}"
-        expected = reference(values, element, rounding, words, bits)
+        expected = _encoded(values, element, rounding, words, bits)
         given = values.to(device), element, rounding, None if words is None else words.to(device), bits
         with watched_allocations():
             codes = kernels.encode_elements(*given)
@@ -134,7 +144,7 @@ def _check_element(name: str, device: str) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         half = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
         codes = kernels.encode_elements(half.to(device), element)
-        expected = reference(half.float(), element).to(codes.dtype)
+        expected = _encoded(half.float(), element).to(codes.dtype)
         _assert_same(expected, codes, f"{name} of {dtype}", half.float())
     codes = torch.arange(1 << element.bits)
     if isinstance(element, Integer):
@@ -143,6 +153,12 @@ def _check_element(name: str, device: str) -> None:
         stored = codes.to(kernels.code_dtype(element))
         values = kernels.decode_elements(stored.to(device), element)
     _assert_same(_decoded(codes, element), values, f"{name} decoded", codes)
+
+
+def _encoded(x: Tensor, element: Element | Integer, *how: Any) -> Tensor:
+    if isinstance(element, Integer):
+        return encode_integer(x, element, *how)
+    return encode_element(x, element, *how)
 
 
 def _decoded(codes: Tensor, element: Element | Integer) -> Tensor:
@@ -234,8 +250,10 @@ def _any_encoded(encoded: Encoded, fmt: Format) -> Encoded:
 
 
 def _on(encoded: Encoded, device: str) -> Encoded:
-    parts = (encoded.codes, encoded.scales, encoded.global_scale)
-    return Encoded(*(None if part is None else part.to(device) for part in parts))
+    scales, global_scale = (
+        None if part is None else part.to(device) for part in (encoded.scales, encoded.global_scale)
+    )
+    return Encoded(encoded.codes.to(device), scales, global_scale)
 
 
 def _check_random_words(device: str) -> None:
@@ -243,9 +261,10 @@ def _check_random_words(device: str) -> None:
 
     store_numbers = torch.tensor([0, 1, (1 << 32) + 5, -1])
     sequence_ids = torch.tensor([7, 0, 1 << 40, 3])
+    # seed, layer, part, rounds
+    streams = ((0, 0, 0, 10), (1, 0, 1, 7), ((1 << 63) + 12345, 91, 3, 5), (-7, 3, 2, 10))
     for shape in ((4, 2, 5, 9), (4, 1, 1, 1), (4, 1, 64, 160)):
-        for seed, layer, part, rounds in ((0, 0, 0, 10), (1, 0, 1, 7), ((1 << 63) + 12345, 91, 3, 5), (-7, 3, 2, 10)):
-            given = (layer, part, rounds)
+        for seed, *given in streams:
             expected = reference_random.random_words(shape, seed, store_numbers, sequence_ids, *given)
             with watched_allocations():
                 on_device = store_numbers.to(device), sequence_ids.to(device)
