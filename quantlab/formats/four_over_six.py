@@ -84,7 +84,6 @@ def decode(rule: FourOverSix, values: Tensor, scales: Tensor, global_value: Tens
     return nvfp4_arithmetic.decode(rule.arithmetic, values, scales, global_value)
 
 
-@lru_cache
 def four_over_six(
     library: str | None = None, metric: str | None = None, scale_max: int | None = None
 ) -> FourOverSix:
@@ -108,7 +107,13 @@ def four_over_six(
     if (scale_max or maxima[0]) not in maxima:
         expected = " or ".join(map(str, maxima))
         raise InputError("scale_max", scale_max, f"{expected} for {library or 'nvfp4'}")
-    return build(metric or metrics[0], scale_max or maxima[0])
+    return _build(build, metric or metrics[0], scale_max or maxima[0])
+
+
+@lru_cache
+def _build(build: "_Builder", metric: str, scale_max: int) -> FourOverSix:
+    """One object for equal arguments, so that equal rules compare equal."""
+    return build(metric, scale_max)
 
 
 @dataclass(frozen=True)
@@ -223,8 +228,9 @@ def _fouroversix(metric: str, scale_max: int) -> FourOverSix:
     return FourOverSix(six, four.block_scale, six.decode, metric)
 
 
+_Builder = Callable[[str, int], FourOverSix]
 # Builder, metrics and largest E4M3 scales under the global scale; the first of each is the default.
-_LIBRARIES: dict[str | None, tuple[Callable[[str, int], FourOverSix], tuple[str, ...], tuple[int, ...]]] = {
+_LIBRARIES: dict[str | None, tuple[_Builder, tuple[str, ...], tuple[int, ...]]] = {
     None: (_quantlab, METRICS, SCALE_MAXIMA),
     "te": (_te, ("mae", "mse"), SCALE_MAXIMA),
     "flashinfer": (_flashinfer, ("mae", "mse"), (448, 256)),

@@ -101,7 +101,9 @@ def decode(profile: Nvfp4Arithmetic, values: Tensor, scales: Tensor, global_valu
     """Numbers (..., V, K) float32 from element values (..., V, K) float32 and what encode returned beside them."""
     shared = per_block(torch.ones(()) if global_value is None else global_value, values.dim())
     scale = fused.decode(scales, SCALE_ELEMENT)[..., None]
-    return join_blocks(profile.decode(split_blocks(values), scale, shared.to(values.device)), values.shape[-1])
+    return join_blocks(
+        profile.decode(split_blocks(values), scale, shared.to(values.device)), values.shape[-1]
+    )
 
 
 def element_values(codes: Tensor) -> Tensor:

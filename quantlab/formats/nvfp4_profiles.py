@@ -98,7 +98,7 @@ def _decode_by_quotient(value: Tensor, scale: Tensor, global_divisor: Tensor) ->
 
 
 # vLLM: model_executor/layers/quantization/utils/nvfp4_emulation_utils.py ref_nvfp4_quant_dequant.
-# flashinfer: tests/test_helpers/utils_fp4.py ref_fp4_quant.
+# flashinfer: tests/test_helpers/utils_fp4.py ref_fp4_quant, quantization/nvfp4_quantization_utils.py.
 
 
 def _sixth_block_scale(amax: Tensor, global_factor: Tensor) -> Tensor:
@@ -108,6 +108,11 @@ def _sixth_block_scale(amax: Tensor, global_factor: Tensor) -> Tensor:
 def _vllm_reciprocal(x: Tensor) -> Tensor:
     """1 / x, and 1e-8 for zero."""
     return 1.0 / (x + (x == 0) * 1e8)
+
+
+def _flashinfer_global(amax: Tensor) -> Tensor:
+    """full_scale_over_amax; the largest float32 for a zero tensor (make_nvfp4_global_scale)."""
+    return full_scale_over_amax(amax).masked_fill(amax == 0, _LARGEST)
 
 
 def _flashinfer_reciprocal(x: Tensor) -> Tensor:
@@ -246,7 +251,7 @@ _ALL = (
     Nvfp4Arithmetic("te", amax_itself, _te_block_scale, te_quotient, te_decode, ElementCast(nan_code=0)),
     Nvfp4Arithmetic(
         "flashinfer",
-        full_scale_over_amax,
+        _flashinfer_global,
         _sixth_block_scale,
         partial(_reciprocal_quotient, reciprocal=_flashinfer_reciprocal),
         _flashinfer_decode,

@@ -1,0 +1,235 @@
+"""The choice between block scales for 6 and for 4; what libraries do is in test_nvfp4_profiles.py."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from quantlab.errors import InputError
+from quantlab.formats import fused, parse, rounding
+from quantlab.formats.four_over_six import block_error, decode, encode, four_over_six
+from quantlab.formats.nvfp4_arithmetic import element_values, global_amax
+from quantlab.formats.table import FLOAT_ELEMENTS
+from tests.formats.oracle import grid, round_code
+
+F32 = np.float32
+E2M1 = FLOAT_ELEMENTS["e2m1"]
+METRICS = ("mse", "mae", "absmax")
+
+
+def sequential(terms) -> np.float32:
+    total = F32(0)
+    for term in terms:
+        total = F32(total + term)
+    return total
+
+
+ERRORS = {
+    "mse": lambda difference: sequential(difference * difference),
+    "mae": lambda difference: sequential(np.abs(difference)),
+    "absmax": lambda difference: np.abs(difference).max(),
+}
+
+
+def candidate(block: np.ndarray, global_scale: np.float32, largest: int) -> tuple[int, list, np.ndarray]:
+    """Scale byte, codes and values of a block with its maximum at ``largest``, in numpy float32."""
+    amax = np.abs(block).max()
+    ratio = amax / (F32(largest) * global_scale)
+    byte = max(1, round_code("e4m3", float(min(ratio, F32(448))))) if amax > 0 else 0
+    scale = F32(float(grid("e4m3")[byte])) * global_scale
+    quotient = block / scale if scale > 0 else np.copysign(F32(0), block)
+    codes = [round_code("e2m1", float(value)) for value in quotient]
+    values = [math.copysign(float(grid("e2m1")[code % 8]), -1 if code >= 8 else 1) for code in codes]
+    return byte, codes, np.array(values, dtype=F32) * scale
+
+
+def by_hand(x: np.ndarray, metric: str, scale_max: int) -> tuple[list, list, list, list]:
+    """Scale bytes, codes, values and choices of a matrix (V, K)."""
+    amax = np.abs(x).max()
+    global_scale = F32(1) if amax == 0 else amax / F32(6 * scale_max)
+    result = ([], [], [], [])
+    for block in x.reshape(-1, 16):
+        six, four = (candidate(block, global_scale, largest) for largest in (6, 4))
+        take_four = bool(ERRORS[metric](four[2] - block) < ERRORS[metric](six[2] - block))
+        for parts, part in zip(result, (*(four if take_four else six), take_four), strict=True):
+            parts.append(part)
+    return result
+
+
+def matrices() -> np.ndarray:
+    rng = np.random.default_rng(11)
+    x = rng.standard_normal((4, 6, 32)).astype(F32)
+    x[1] *= (2.0 ** rng.integers(-12, 8, (6, 1))).astype(F32)
+    x[2] = rng.integers(-7, 8, (6, 32)) * F32(0.25)  # many exact codes and many ties between the errors
+    x[3, 2, 16:] = 0
+    x[3, 3] = -0.0
+    x[3, 4] *= F32(2.0**-20)
+    return x
+
+
+@pytest.mark.parametrize("scale_max", [256, 448])
+@pytest.mark.parametrize("metric", METRICS)
+def test_the_choice_in_numpy_float32(metric, scale_max):
+    x = matrices()
+    rule = four_over_six(None, metric, scale_max)
+    tensor = torch.from_numpy(x)
+    amax = global_amax(tensor, "matrix")
+    assert amax is not None
+    codes, scales, global_scale = encode(rule, tensor, amax)
+    numbers = decode(rule, element_values(codes), scales, global_scale).numpy()
+    choices = []
+    for index, matrix in enumerate(x):
+        bytes_, expected, values, chosen = by_hand(matrix, metric, scale_max)
+        choices += chosen
+        assert scales[index].flatten().tolist() == bytes_
+        assert codes[index].flatten().tolist() == [code for block in expected for code in block]
+        assert np.array_equal(
+            numbers[index].reshape(-1, 16).view(np.uint32), np.array(values).view(np.uint32)
+        )
+    assert 10 < sum(choices) < len(choices) - 10
+
+
+def test_the_default_is_mse_with_256():
+    assert four_over_six() == four_over_six(None, "mse", 256)
+    assert four_over_six("fouroversix") == four_over_six("fouroversix", "mse", 256)
+    assert four_over_six("te") == four_over_six("te", "mae", 256)
+    assert four_over_six("flashinfer") == four_over_six("flashinfer", "mae", 448)
+
+
+def one_matrix(x: torch.Tensor, *text: str | int | None):
+    rule = four_over_six(*text)
+    codes, scales, global_scale = encode(rule, x, x.abs().max())
+    return codes, scales, global_scale, decode(rule, element_values(codes), scales, global_scale)
+
+
+@pytest.mark.parametrize(
+    ("library", "metric"),
+    [*product((None, "fouroversix"), METRICS), *product(("te", "flashinfer"), ("mse", "mae"))],
+)
+def test_a_tie_keeps_six(library, metric):
+    """6 is code 7 times 1 and code 6 times 1.5: both are exact."""
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 16] = 6 * 256, 6
+    codes, scales, _, numbers = one_matrix(x, library, metric, 256)
+    assert scales.tolist() == [[0x78, 0x38]]
+    assert codes[0, 16] == 7
+    assert torch.equal(numbers, x)
+
+
+@pytest.mark.parametrize("library", [None, "te", "flashinfer", "fouroversix"])
+def test_a_block_that_four_holds_exactly_takes_four(library):
+    """6, 4.5, 3 and 1.5 are 1.5 times 4, 3, 2 and 1; with the scale 1 for 6, 4.5 would be off by 0.5."""
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 16:20] = 6 * 256, torch.tensor([6.0, -4.5, 3.0, 1.5])
+    codes, scales, _, numbers = one_matrix(x, library, None, 256)
+    assert scales.tolist() == [[0x78, 0x3C]]
+    assert codes[0, 16:20].tolist() == [6, 13, 4, 2]
+    assert torch.equal(numbers, x)
+
+
+def test_metrics_differ():
+    """One large error against several small ones: absmax, mae and mse weigh them apart."""
+    x = torch.randn(200, 16, generator=torch.Generator().manual_seed(5))
+    chosen = {metric: one_matrix(x, None, metric, 256)[1] for metric in METRICS}
+    for a, b in (("mse", "mae"), ("mse", "absmax"), ("mae", "absmax")):
+        assert 10 < int((chosen[a] != chosen[b]).sum()) < 100
+
+
+def test_no_error_is_larger_than_without_the_choice():
+    """Under the same global scale the chosen block's squared error is at most that of the scale for 6."""
+    x = torch.randn(300, 16, generator=torch.Generator().manual_seed(6))
+    plain, chosen = parse("nvfp4").round(x), one_matrix(x, None, "mse", 448)[3]
+    before, after = ((plain - x) ** 2).sum(-1), ((chosen - x) ** 2).sum(-1)
+    assert (
+        after <= before * (1 + 2.0**-20)
+    ).all()  # torch adds 16 terms in another order: 15 roundings of 2^-24
+    assert (after < before).sum() > 50
+
+
+def test_with_448_blocks_that_take_six_are_those_of_nvfp4():
+    x = torch.from_numpy(matrices())
+    rule = four_over_six(None, "mse", 448)
+    amax = global_amax(x, "matrix")
+    assert amax is not None
+    codes, scales, global_scale = encode(rule, x, amax)
+    plain = parse("nvfp4").quantize(x)
+    assert plain.scales is not None
+    assert plain.global_scale is not None
+    assert torch.equal(global_scale, plain.global_scale)
+    same = scales == plain.scales
+    elements = same.repeat_interleave(16, dim=-1)
+    assert torch.equal(codes[elements], plain.codes[elements])
+    assert 10 < same.sum() < same.numel() - 10
+    top = x.unflatten(-1, (-1, 16)).abs().amax(-1) == x.abs().amax((-2, -1))[:, None, None]
+    assert same[top].all()  # 1.5 * 448 does not fit, so the scale for 4 is that for 6
+
+
+def test_sums_are_sequential():
+    """1 + 2^-24 is a tie to 1 every time; in any other order the small terms add up first."""
+    for metric, small in (("mae", 2.0**-24), ("mse", 2.0**-12)):
+        difference = torch.full((2, 16), -small)
+        difference[0, 0] = difference[1, -1] = 1.0
+        assert block_error(difference, metric).tolist() == [[1.0], [1.0 + 2.0**-20]]
+    assert block_error(difference, "absmax").tolist() == [[1.0], [1.0]]
+
+
+def test_stochastic_rounding_does_not_move_the_choice():
+    x = torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(8))
+    amax = global_amax(x, "matrix")
+    assert amax is not None
+    words = torch.randint(0, 2**32, x.shape, generator=torch.Generator().manual_seed(9))
+    for library in (None, "te", "flashinfer", "fouroversix"):
+        rule, quotients = four_over_six(library), []
+
+        def stochastic(quotient, quotients=quotients):
+            quotients.append(quotient)
+            return fused.encode(quotient, E2M1, words, 8)
+
+        codes, scales, _ = encode(rule, x, amax, stochastic)
+        nearest, nearest_scales, _ = encode(rule, x, amax)
+        assert torch.equal(scales, nearest_scales)
+        assert not torch.equal(codes, nearest)
+        (quotient,) = quotients
+        assert torch.equal(codes.long(), rounding.encode_element(quotient, E2M1, words, 8))
+        assert torch.equal(nearest.long(), rounding.encode_element(quotient, E2M1))
+
+
+@pytest.mark.parametrize("scale_max", [256, 448])
+def test_the_largest_float_stays_finite(scale_max):
+    largest = torch.finfo(torch.float32).max
+    x = torch.full((2, 32), largest)
+    x[1] = -largest / 2
+    rule = four_over_six(None, "mse", scale_max)
+    codes, scales, global_scale = encode(rule, x, x.abs().max())
+    assert decode(rule, element_values(codes), scales, global_scale).isfinite().all()
+    # Stochastic rounding may take any element of a block up to 6.
+    assert decode(rule, torch.full_like(x, 6.0), scales, global_scale).isfinite().all()
+    assert torch.allclose(decode(rule, element_values(codes), scales, global_scale), x, rtol=1 / 16)
+
+
+def test_zero_and_tiny_matrices():
+    tiny = 2.0**-149
+    x = torch.tensor([[[-0.0] * 16, [0.0] * 16], [[tiny] * 16, [-3 * tiny] * 16]])
+    rule = four_over_six()
+    amax = global_amax(x, "matrix")
+    assert amax is not None
+    codes, scales, global_scale = encode(rule, x, amax)
+    assert global_scale.tolist() == [1.0, tiny]
+    assert scales[0].tolist() == [[0], [0]]
+    assert codes[0].tolist() == [[8] * 16, [0] * 16]
+    assert decode(rule, element_values(codes), scales, global_scale).isfinite().all()
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(InputError, match=r"^library 'vllm': expected one of flashinfer, fouroversix, te"):
+        four_over_six("vllm")
+    with pytest.raises(InputError, match=r"^metric 'absmax': expected mae or mse for te"):
+        four_over_six("te", "absmax")
+    with pytest.raises(InputError, match=r"^metric 'l2': expected mse or mae or absmax for nvfp4"):
+        four_over_six(None, "l2")
+    with pytest.raises(InputError, match=r"^scale_max 448: expected 256 for fouroversix"):
+        four_over_six("fouroversix", None, 448)
+    with pytest.raises(InputError, match=r"^scale_max 240: expected 256 or 448 for nvfp4"):
+        four_over_six(None, None, 240)
