@@ -33,25 +33,58 @@ ERRORS = {
 }
 
 
-def candidate(block: np.ndarray, global_scale: np.float32, largest: int) -> tuple[int, list, np.ndarray]:
-    """Scale byte, codes and values of a block with its maximum at ``largest``, in numpy float32."""
+def e4m3(ratio: np.float32, least: int = 0) -> int:
+    return max(least, round_code("e4m3", float(min(ratio, F32(448)))))
+
+
+SIX, ONE, LARGEST = F32(6), F32(1), np.finfo(np.float32).max
+# Of numpy float32 A, a, x, the value v of a code, the scale s, and full = 6 * scale_max: the scale byte of a
+# non-zero block with its maximum at ``largest``, the quotient, and what is compared with x.
+STEPS = {
+    None: (
+        lambda a, A, full, largest: e4m3(a / (F32(largest) * (A / full)), 1),
+        lambda x, s, A, full: x / (s * (A / full)),
+        lambda v, s, A, full: v * (s * (A / full)),
+    ),
+    "te": (
+        lambda a, A, full, largest: e4m3((a / SIX) * (full / A) * (SIX / F32(largest))),
+        lambda x, s, A, full: x * min(ONE / (s * (ONE / (full / A))), LARGEST),
+        lambda v, s, A, full: v * s * A / full,
+    ),
+    "flashinfer": (
+        lambda a, A, full, largest: e4m3((a / SIX) * (full / A) * (SIX / F32(largest))),
+        lambda x, s, A, full: x * min(ONE / (s * (ONE / (full / A))), LARGEST),
+        lambda v, s, A, full: v * s * (ONE / (full / A)),
+    ),
+    "fouroversix": (
+        lambda a, A, full, largest: e4m3((a / SIX) * (full / A) * (SIX / F32(largest))),
+        lambda x, s, A, full: x * (ONE / ((ONE / (full / A)) * s)) if s else F32(0) * x,
+        lambda v, s, A, full: v * s * A / full,
+    ),
+}
+
+
+def candidate(block: np.ndarray, A: np.float32, full: np.float32, largest: int, library: str | None):
+    """Scale byte, codes, and the values that are compared with the block."""
+    to_byte, to_quotient, to_value = STEPS[library]
     amax = np.abs(block).max()
-    ratio = amax / (F32(largest) * global_scale)
-    byte = max(1, round_code("e4m3", float(min(ratio, F32(448))))) if amax > 0 else 0
-    scale = F32(float(grid("e4m3")[byte])) * global_scale
-    quotient = block / scale if scale > 0 else np.copysign(F32(0), block)
+    byte = to_byte(amax, A, full, largest) if amax > 0 else 0
+    scale = F32(float(grid("e4m3")[byte]))
+    with np.errstate(divide="ignore", over="ignore"):
+        quotient = to_quotient(block, scale, A, full) if amax > 0 else block
     codes = [round_code("e2m1", float(value)) for value in quotient]
+    if library is not None:  # no library here keeps the sign of a zero
+        codes = [0 if value == 0 else code for code, value in zip(codes, quotient, strict=True)]
     values = [math.copysign(float(grid("e2m1")[code % 8]), -1 if code >= 8 else 1) for code in codes]
-    return byte, codes, np.array(values, dtype=F32) * scale
+    return byte, codes, to_value(np.array(values, dtype=F32), scale, A, full)
 
 
-def by_hand(x: np.ndarray, metric: str, scale_max: int) -> tuple[list, list, list, list]:
-    """Scale bytes, codes, values and choices of a matrix (V, K)."""
-    amax = np.abs(x).max()
-    global_scale = F32(1) if amax == 0 else amax / F32(6 * scale_max)
+def by_hand(x: np.ndarray, library: str | None, metric: str, scale_max: int) -> tuple[list, list, list, list]:
+    """Scale bytes, codes, compared values and choices of a matrix (V, K)."""
+    A, full = np.abs(x).max(), F32(6 * scale_max)
     result = ([], [], [], [])
     for block in x.reshape(-1, 16):
-        six, four = (candidate(block, global_scale, largest) for largest in (6, 4))
+        six, four = (candidate(block, A, full, largest, library) for largest in (6, 4))
         take_four = bool(ERRORS[metric](four[2] - block) < ERRORS[metric](six[2] - block))
         for parts, part in zip(result, (*(four if take_four else six), take_four), strict=True):
             parts.append(part)
@@ -69,25 +102,31 @@ def matrices() -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("scale_max", [256, 448])
-@pytest.mark.parametrize("metric", METRICS)
-def test_the_choice_in_numpy_float32(metric, scale_max):
+RULES = [
+    *product((None,), METRICS, (256, 448)),
+    *product(("te", "flashinfer"), ("mse", "mae"), (256, 448)),
+    *product(("fouroversix",), METRICS, (256,)),
+]
+
+
+@pytest.mark.parametrize(("library", "metric", "scale_max"), RULES)
+def test_the_choice_in_numpy_float32(library, metric, scale_max):
     x = matrices()
-    rule = four_over_six(None, metric, scale_max)
+    rule = four_over_six(library, metric, scale_max)
     tensor = torch.from_numpy(x)
     amax = global_amax(tensor, "matrix")
     assert amax is not None
-    codes, scales, global_scale = encode(rule, tensor, amax)
-    numbers = decode(rule, element_values(codes), scales, global_scale).numpy()
+    codes, scales, global_value = encode(rule, tensor, amax)
+    numbers = decode(rule, element_values(codes), scales, global_value).numpy()
     choices = []
     for index, matrix in enumerate(x):
-        bytes_, expected, values, chosen = by_hand(matrix, metric, scale_max)
+        bytes_, expected, values, chosen = by_hand(matrix, library, metric, scale_max)
         choices += chosen
         assert scales[index].flatten().tolist() == bytes_
         assert codes[index].flatten().tolist() == [code for block in expected for code in block]
-        assert np.array_equal(
-            numbers[index].reshape(-1, 16).view(np.uint32), np.array(values).view(np.uint32)
-        )
+        if library in (None, "fouroversix"):  # they decode as they compare
+            ours = numbers[index].reshape(-1, 16)
+            assert np.array_equal(ours.view(np.uint32), np.array(values).view(np.uint32))
     assert 10 < sum(choices) < len(choices) - 10
 
 

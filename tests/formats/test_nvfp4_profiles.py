@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -207,6 +208,26 @@ def test_fouroversix_stores_what_rounds_to_8_as_minus_zero():
         assert 8 not in encode(PROFILES[name], x)[0][1, :1].tolist()
 
 
+def test_blocks_whose_scale_underflows():
+    """a = 3e7 under A = 1e14 has the scale 0: what is cast then, and which numbers come out, is each library's own."""
+    x = torch.zeros(2, 16)
+    x[0, 0], x[1, 0] = 1e14, 3e7
+    stored = {
+        name: [part[1, 0].item() for part in encode(profile, x)[:2]] for name, profile in PROFILES.items()
+    }
+    assert stored == {
+        "torchao": [0, 0x08],  # 2^-6
+        "modelopt": [1, 0x01],  # 2^-9: a / (2^-9 * A / 2688) = 0.41
+        "compressed_tensors": [0, 0x20],  # 0.125
+        "vllm": [1, 0],  # x * 1e-8 = 0.3
+        "te": [7, 0],  # x * 3e38
+        "flashinfer": [0, 0],
+        "flashinfer.te": [7, 0],
+        "fouroversix": [0, 0],
+        "fouroversix.static_4": [0, 0],
+    }
+
+
 @pytest.mark.parametrize("name", PROFILES)
 def test_decoding_in_the_order_of_the_library(name):
     """Against numpy float32, on numbers for which another order gives other bits."""
@@ -235,6 +256,99 @@ def test_decoding_in_the_order_of_the_library(name):
     assert_bits(ours, expected[name])
     others = [numbers for key, numbers in expected.items() if not np.array_equal(numbers, expected[name])]
     assert len(others) >= 4
+
+
+def e4m3(x: np.ndarray, smallest: float = 0.0) -> np.ndarray:
+    clipped = np.clip(x, F32(smallest), F32(448))
+    assert clipped.dtype == F32
+    return clipped.astype(ml_dtypes.float8_e4m3fn).astype(F32)
+
+
+ONE, SIX, FULL = F32(1), F32(6), F32(2688)
+SIXTH = ONE / SIX
+# Global value of A; scale of a block maximum a; quotient of x.  g is the global value, all of it numpy float32.
+STEPS = {
+    "torchao": (
+        lambda A: A / FULL,
+        lambda a, g: e4m3((a / SIX) / g, 2.0**-6),
+        lambda x, s, g: x * ((ONE / g) / s),
+    ),
+    "modelopt": (
+        lambda A: A / FULL,
+        lambda a, g: e4m3(a / (SIX * g), 2.0**-9),
+        lambda x, s, g: x / (s * g),
+    ),
+    "compressed_tensors": (
+        lambda A: FULL * (ONE / A),
+        lambda a, g: e4m3(g * (a / SIX)),
+        lambda x, s, g: x / (s / g),
+    ),
+    "vllm": (
+        lambda A: FULL * (ONE / A),
+        lambda a, g: e4m3(g * (a * SIXTH)),
+        lambda x, s, g: x * (ONE / (s * (ONE / g))),
+    ),
+    "te": (
+        lambda A: A,
+        lambda a, g: e4m3(a * ((FULL / g) * SIXTH)),
+        lambda x, s, g: x * (ONE / (s * (ONE / (FULL / g)))),
+    ),
+    "flashinfer.te": (
+        lambda A: FULL / A,
+        lambda a, g: e4m3(a * (g * SIXTH)),
+        lambda x, s, g: x * (ONE / (s * (ONE / g))),
+    ),
+    "fouroversix": (
+        lambda A: A,
+        lambda a, g: e4m3((a / SIX) * (FULL / g)),
+        lambda x, s, g: x * (ONE / ((ONE / (FULL / g)) * s)),
+    ),
+    "fouroversix.static_4": (
+        lambda A: A,
+        lambda a, g: e4m3((a / F32(4)) * (F32(1792) / g)),
+        lambda x, s, g: x * (ONE / ((ONE / (F32(1792) / g)) * s)),
+    ),
+}
+STEPS["flashinfer"] = STEPS["vllm"]
+
+
+def tie_prone() -> tuple[np.ndarray, np.ndarray]:
+    """Global maxima (30,) and blocks (30, V, 16) whose scales and whose elements are within an ulp of ties."""
+    rng = np.random.default_rng(12)
+    amax = (10.0 ** rng.uniform(-3, 3, 30)).astype(F32)
+    scales = np.arange(8, 0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    middles = (scales[1:] + scales[:-1]) / 2
+    a = (middles * amax[:, None].astype(np.float64) / 448).astype(F32)
+    a = np.concatenate([a, np.nextafter(a, F32(0)), np.nextafter(a, amax[:, None])], axis=1)
+    ties = rng.choice([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], (*a.shape, 16)) * rng.choice([-1.0, 1.0], 16)
+    exact = a.astype(np.float64) * 448 / amax[:, None]
+    scale = np.minimum(exact, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    x = (ties * (scale * amax[:, None] / 2688)[..., None]).astype(F32)
+    x[..., 0] = a
+    return amax, np.where(np.abs(x) > a[..., None], 0, x).astype(F32)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_encoding_in_the_order_of_the_library(name):
+    """Against numpy float32: the global value, the scale and the quotient, where every rounding shows."""
+    amax, x = tie_prone()
+    to_global, to_scale, to_quotient = STEPS[name]
+    quotients = []
+
+    def keep(quotient: Tensor) -> Tensor:
+        quotients.append(quotient)
+        return fused.encode(quotient, E2M1, None, 32)
+
+    _, scales, global_value = nvfp4_arithmetic.encode(
+        PROFILES[name], torch.from_numpy(x), torch.from_numpy(amax), keep
+    )
+    g = to_global(amax)
+    assert_bits(global_value.numpy(), g)
+    expected = to_scale(np.abs(x).max(-1), g[:, None])
+    assert_bits(fused.decode(scales, FLOAT_ELEMENTS["e4m3"]).numpy()[..., 0], expected)
+    assert_bits(quotients[0].numpy(), to_quotient(x, expected[..., None], g[:, None, None]))
+    others = [scale(np.abs(x).max(-1), to_g(amax)[:, None]) for to_g, scale, _ in STEPS.values()]
+    assert sum(not np.array_equal(other, expected) for other in others) >= 6
 
 
 @pytest.mark.parametrize("name", PROFILES)
