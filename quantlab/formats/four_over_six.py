@@ -145,11 +145,10 @@ def block_error(difference: Tensor, metric: str) -> Tensor:
 
 
 def _quantlab_global(amax: Tensor, scale_max: float) -> Tensor:
-    # The largest scale that is used must leave 6 times its product with the global scale finite.
-    used = min(_RATIO * scale_max, SCALE_ELEMENT.max)
     scale = divide(amax, _SIX * scale_max)
-    tiny = FLOAT_ELEMENTS["fp32"].smallest
-    return scale.clamp(tiny, largest_scale(used, _SIX)).masked_fill(amax == 0, 1.0)
+    # 6 times the largest scale must stay finite: beyond that bound the blocks lose the room for 4, not their values.
+    bound = largest_scale(SCALE_ELEMENT.max, _SIX)
+    return scale.clamp(FLOAT_ELEMENTS["fp32"].smallest, bound).masked_fill(amax == 0, 1.0)
 
 
 def _quantlab_scale(amax: Tensor, global_scale: Tensor, largest: float) -> Tensor:
