@@ -177,10 +177,19 @@ def format_inputs(fmt: Format) -> Iterator[Tensor]:
 
     x = normal(5, 34, 72)
     # Rows from below the smallest float32 to the largest, and moderate ones that differ from block to block.
-    x[0] *= torch.exp2(torch.linspace(-150, 126, 34))[:, None]
+    x[0] *= torch.exp2(torch.linspace(-148, 126, 34))[:, None]
+    x[0, 1] = torch.where(torch.arange(72) % 7 == 0, 2.0**-149, 0.0)
     x[1] *= torch.exp2(torch.randint(-12, 12, (34, 9), generator=random)).repeat_interleave(8, dim=1)
     x[1, 3, :40], x[1, 4], x[1, 5, 1:] = 0.0, -0.0, 0.0
     x[1, 6, 35], x[1, 7] = 2.0**-149, torch.finfo(torch.float32).tiny / 2
+    if fmt.rounded:
+        # Largest magnitudes that a scale of powers of two turns on.
+        step = element.eps * 2.0 ** math.floor(math.log2(element.max)) if isinstance(element, Element) else 1.0
+        turns = torch.tensor([element.max, element.max + step / 2, 2.0 ** math.floor(math.log2(element.max))])
+        bits = turns.view(torch.int32)
+        turns = torch.cat([bits - 1, bits, bits + 1]).view(torch.float32)
+        x[1, 12:21] *= 2.0**-24
+        x[1, 12:21, ::32] = turns[:, None]
     # One matrix of zeros, one with the largest float32.
     x[2] = torch.where(row[:, None] % 2 == 0, 0.0, -0.0)
     x[3] *= 1e30
