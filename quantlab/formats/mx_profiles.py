@@ -156,8 +156,11 @@ def _torchao_exponents(amax: Tensor, element: Element, mode: str) -> Tensor:
 
 
 def _torchao_divide(x: Tensor, exponents: Tensor) -> Tensor:
-    """The divisor is at least 2^-126, the byte stored may say 2^-127: such blocks decode to half their size."""
-    return x / _power(exponents.clamp(min=-126))
+    """The divisor is at least 2^-126, the byte stored may say 2^-127: such blocks decode to half their size.
+
+    The divisor of a block with NaN is 0xFF read as an exponent, Inf: its numbers turn into zeros.
+    """
+    return x / _power(exponents.clamp(min=-126).nan_to_num(nan=128.0))
 
 
 def _torchao_rceil_exponents(amax: Tensor, element: Element) -> Tensor:
