@@ -241,18 +241,17 @@ def test_the_ends_of_an_asymmetric_range():
     no_clipping_err puts the maximum on a code; a range without -8 makes the two rules one.
     """
     for sign, code in ((1, 7), (-1, -8)):
-        x = torch.tensor([[sign * 8.0, -sign * 1.0, 0.25, 3.0]])
+        x = torch.tensor([[sign * 7.5, -sign * 1.0, 0.25, 3.0]])
         symmetric = profiles.float_scale_profile("torchao", "int4", "symmetric")
         codes, scales, values = run(x, symmetric, ELEMENTS["int4"], (-1,))
         assert codes[0, 0] == code
-        assert scales.item() == F32(8) / F32(7.5)
-        half_step = float(scales.double()) / 2
-        assert (values - x)[0, 0].item() == pytest.approx(-half_step, abs=2**-20)  # half an ulp of 8, 8 times that of 1
+        assert scales.item() == 1
+        assert (values - x)[0, 0] == -0.5
         unclipped = profiles.float_scale_profile("torchao", "int4", "symmetric_no_clipping_err")
         codes, scales, values = run(x, unclipped, ELEMENTS["int4"], (-1,))
         assert codes[0, 0] == code
-        assert scales.item() == (F32(8) / F32(7) if sign > 0 else 1.0)
-        assert values[0, 0] == x[0, 0]
+        assert scales.item() == F32(7.5) / F32(7 if sign > 0 else 8)
+        assert values[0, 0].item() == pytest.approx(x[0, 0].item(), abs=2**-21)  # 8 half ulps of the scale
         narrow = [
             run(
                 x,

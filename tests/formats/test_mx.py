@@ -226,6 +226,7 @@ def test_nan_and_infinity_stay_in_their_block():
     values = mx.decode(decoded(codes, element), scales)
     assert scales[:, 0].tolist() == [0xFF, 254, 254]
     assert values[0, :32].isnan().all()
+    assert (codes[0, :32] & 0x7F == 0x7F).all()
     assert (values[:, 32:] == 1).all()
     assert values[1, 1] == LARGEST
     assert values[2, 1] == -LARGEST
