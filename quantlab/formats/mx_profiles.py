@@ -125,6 +125,11 @@ def _round_to_power(x: Tensor, mantissa_bits: int) -> Tensor:
     return (bits & 0x7F800000).view(torch.float32).masked_fill(x.isnan(), torch.nan)
 
 
+def _divided(x: Tensor, denominator: float) -> Tensor:
+    """True division: by a number, CUDA would multiply by its rounded reciprocal."""
+    return x / x.new_full((), denominator)
+
+
 def _divide(x: Tensor, exponents: Tensor) -> Tensor:
     return x / _power(exponents)
 
@@ -164,7 +169,7 @@ def _torchao_divide(x: Tensor, exponents: Tensor) -> Tensor:
 
 
 def _torchao_rceil_exponents(amax: Tensor, element: Element) -> Tensor:
-    return torch.ceil(_log2(amax / element.max)).clamp(-127, 127)
+    return torch.ceil(_log2(_divided(amax, element.max))).clamp(-127, 127)
 
 
 def _torchao_rceil_multiply(x: Tensor, exponents: Tensor) -> Tensor:
@@ -176,12 +181,12 @@ def _torchao_rceil_multiply(x: Tensor, exponents: Tensor) -> Tensor:
 
 
 def _modelopt_mxfp4_exponents(amax: Tensor, element: Element) -> Tensor:
-    logarithm = _log2(amax / element.max)
+    logarithm = _log2(_divided(amax, element.max))
     return torch.ceil(torch.maximum(logarithm, logarithm.new_tensor(-127.0)))
 
 
 def _modelopt_mxfp8_exponents(amax: Tensor, element: Element) -> Tensor:
-    exponents = torch.ceil(_log2(amax / element.max)).clamp(-127, 127)
+    exponents = torch.ceil(_log2(_divided(amax, element.max))).clamp(-127, 127)
     return exponents.masked_fill(amax.isnan(), -127.0)
 
 
@@ -214,7 +219,7 @@ def _compressed_tensors_divide(x: Tensor, exponents: Tensor) -> Tensor:
 
 def _fouroversix_exponents(amax: Tensor, element: Element, largest: float) -> Tensor:
     """Rounded up on the bits of amax / largest; a subnormal quotient becomes 2^-126, zero stays zero (-inf)."""
-    quotient = amax / largest
+    quotient = _divided(amax, largest)
     exponents = _float_exponent(quotient) + ((quotient.view(torch.int32) & 0x7FFFFF) > 0)
     # The byte is computed modulo 256: that of NaN wraps round to that of zero.
     return exponents.masked_fill((exponents == -127) | amax.isnan(), -torch.inf)
