@@ -279,6 +279,16 @@ def test_zero_groups():
             )
 
 
+def test_the_smallest_group_that_modelopt_scales():
+    """Fake FP8 quantisation leaves amax up to 2^-24 unscaled: there E4M3's own smallest number is far above."""
+    profile = profiles.float_scale_profile("modelopt", "e4m3", "eager")
+    limit = F32(2.0**-24)
+    for largest, kept in ((limit, False), (np.nextafter(limit, F32(1)), True)):
+        _, scales, values = run(torch.full((1, 4), float(largest)), profile, ELEMENTS["e4m3"], (-1,))
+        assert (values > 0).all() == kept
+        assert (scales.item() == 1 / F32(448)) != kept
+
+
 def test_profiles_are_found_by_name():
     assert profiles.float_scale_profile("torchao", "int8").variant == "symmetric"
     assert profiles.float_scale_profile("modelopt", "e4m3").variant == ""
