@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantlab.formats.groups import Groups
-from quantlab.formats.recipe import Scales, largest_scale
+from quantlab.formats.recipe import DividingRecipe, Scales, largest_scale
 from quantlab.formats.rounding import divide, multiply
 from quantlab.formats.table import FLOAT_ELEMENTS, Element, Integer
 
@@ -26,7 +26,7 @@ GROUPS = {
 
 
 @dataclass(frozen=True)
-class FloatScaled:
+class FloatScaled(DividingRecipe):
     """scale "max" or "recip" with the element's largest number, or "240", "240.recip" with another one.
 
     A denominator below the largest number leaves headroom; codes use less of the element.
@@ -35,7 +35,6 @@ class FloatScaled:
     element: Element | Integer
     granularity: str
     scale: str
-    cast = None
 
     @property
     def groups(self) -> Groups:

@@ -11,7 +11,8 @@ from torch import Tensor
 from quantlab.errors import InputError
 from quantlab.formats import fused, rounding, storage
 from quantlab.formats.hadamard import largest_input, rotate
-from quantlab.formats.recipe import Recipe, Scales
+from quantlab.formats.nvfp4_arithmetic import NO_CODE
+from quantlab.formats.recipe import DividingRecipe, Recipe, Scales
 from quantlab.formats.recipes import recipe_of
 from quantlab.formats.rounding import Rounding
 from quantlab.formats.storage import Encoded, Packed
@@ -126,17 +127,16 @@ class Format:
         float64 input takes the readable path.
         Errors: InputError for a wrong dtype or shape, and for NaN and Inf as above.
         """
-        x = self._admit(x, random_bits, residual, specials)
+        admitted = self._admit(x, random_bits, residual, specials)
         if not self.rounded:
-            return Encoded(x.to(_PLAIN_DTYPES[self.name], copy=True))
+            return Encoded(admitted.to(_PLAIN_DTYPES[self.name], copy=True))
         recipe = self.recipe
         if recipe is None:
-            return Encoded(self._cast(x, random_bits, specials))
-        target = self._target(x, residual)
-        scales = recipe.scales(target)
-        quotient = recipe.quotient(target, scales)
-        quotient = quotient.to(x.dtype)
-        codes = recipe.cast(quotient) if recipe.cast else self._cast(quotient, random_bits, specials)
+            return Encoded(self._cast(admitted, random_bits, specials))
+        target = self._target(admitted, residual)
+        if x.dtype == torch.bfloat16 and target is admitted and self.profile is not None:
+            target = x  # one library computes in the dtype of its input
+        codes, scales = recipe.encode(target, lambda quotient: self._cast(quotient, random_bits, specials))
         encoded = Encoded(codes, scales.stored, scales.global_scale)
         if self.error_feedback is None:
             return encoded
@@ -165,7 +165,7 @@ class Format:
             return admitted.to(_PLAIN_DTYPES[self.name])
         recipe, element, bits = self.recipe, self.element, self.random_bits or rounding.EXACT_BITS
         plain = fused.serves(admitted, element) and specials == "raise"
-        if not plain or (recipe is not None and recipe.cast is not None):
+        if not plain or not (recipe is None or isinstance(recipe, DividingRecipe)):
             return self.dequantize(self.quantize(x, random_bits, residual, specials))
         if recipe is None:
             return fused.round_values(admitted, element, self.rounding, random_bits, bits)
@@ -268,6 +268,8 @@ class Format:
         values = fused.decode(encoded.codes, self.element)
         if self.recipe is None or encoded.scales is None:
             return values
+        if self.profile is not None and self.row.scaling is Scaling.NVFP4:
+            values.masked_fill_(encoded.codes == NO_CODE, torch.nan)
         return self.recipe.decode(values, Scales(encoded.scales, encoded.global_scale))
 
     def _target(self, x: Tensor, residual: "Tensor | Encoded | None") -> Tensor:

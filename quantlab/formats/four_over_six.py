@@ -32,7 +32,7 @@ from quantlab.formats.nvfp4_arithmetic import (
     scale_bytes,
     to_e4m3,
 )
-from quantlab.formats.scaling import largest_scale
+from quantlab.formats.recipe import largest_scale
 from quantlab.formats.table import FLOAT_ELEMENTS
 
 METRICS = ("mse", "mae", "absmax")
@@ -108,6 +108,29 @@ def four_over_six(
         expected = " or ".join(map(str, maxima))
         raise InputError("scale_max", scale_max, f"{expected} for {library or 'nvfp4'}")
     return _build(build, metric or metrics[0], scale_max or maxima[0])
+
+
+def from_text(library: str | None, options: str) -> FourOverSix:
+    """The rule of canonical format text: options as ``canonical_options`` gives them."""
+    return four_over_six(library, *_split_options(options))
+
+
+def canonical_options(library: str | None, options: str) -> str:
+    """``[.mse|.mae|.absmax][.256|.448]`` without what is the library's default.  Errors: as ``four_over_six``."""
+    metric, scale_max = _split_options(options)
+    four_over_six(library, metric, scale_max)
+    _, metrics, maxima = _LIBRARIES[library]
+    kept = [metric if metric != metrics[0] else None, scale_max if scale_max != maxima[0] else None]
+    return "".join(f".{option}" for option in kept if option)
+
+
+def _split_options(options: str) -> tuple[str | None, int | None]:
+    words = options.split(".")[1:]
+    metric = words.pop(0) if words and words[0] in METRICS else None
+    scale_max = int(words.pop(0)) if words and words[0] in map(str, SCALE_MAXIMA) else None
+    if words:
+        raise InputError("four over six", options, "[.mse|.mae|.absmax][.256|.448]")
+    return metric, scale_max
 
 
 @lru_cache

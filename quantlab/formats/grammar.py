@@ -6,8 +6,10 @@ from functools import lru_cache
 
 from quantlab.errors import InputError, unknown_name
 from quantlab.formats.format import RESIDUAL_DTYPES, Format
+from quantlab.formats.four_over_six import canonical_options
 from quantlab.formats.nvfp4 import DEFAULT_FLOOR, FLOORS
-from quantlab.formats.recipes import profiles_of
+from quantlab.formats.nvfp4_profiles import PROFILES as NVFP4_PROFILES
+from quantlab.formats.recipes import canonical_profile, profiles_of
 from quantlab.formats.rounding import EXACT_BITS, Rounding
 from quantlab.formats.table import (
     ALIASES,
@@ -24,7 +26,6 @@ MODIFIERS = (
     "+overflow.<mode>", "+hadamard[.<seed>]", "+rz", "+sr[<bits>]", "+ef[.<format>]",
 )  # fmt: skip
 """What may follow a name, in the order of canonical text."""
-_METRICS, _SCALE_MAXIMA = ("mse", "mae", "absmax"), ("256", "448")
 
 
 def parse(text: str) -> Format:
@@ -84,10 +85,10 @@ def _granularity(text: str, row: FormatRow, granularity: str | None) -> str | No
 
 
 def _profile(text: str, row: FormatRow, library: str | None) -> dict:
-    valid = profiles_of(row)
-    if library not in valid:
-        raise InputError("format", text, _offer(row, "as", valid))
-    return {"profile": library}
+    profile = canonical_profile(row, library)
+    if profile is None:
+        raise InputError("format", text, _offer(row, "as", profiles_of(row)))
+    return {"profile": profile}
 
 
 def _scale(text: str, row: FormatRow, scale: str | None) -> dict:
@@ -104,13 +105,9 @@ def _floor(text: str, row: FormatRow, floor: str | None) -> dict:
 
 
 def _four_over_six(text: str, row: FormatRow, options: str | None) -> dict:
-    words = options.split(".") if options is not None else []
-    metric = words.pop(0) if words and words[0] in _METRICS else _METRICS[0]
-    largest = words.pop(0) if words and words[0] in _SCALE_MAXIMA else _SCALE_MAXIMA[0]
-    if words or row.scaling is not Scaling.NVFP4:
-        raise InputError("format", text, "nvfp4+4over6[.mse|.mae|.absmax][.256|.448]")
-    metric = "" if metric == _METRICS[0] else f".{metric}"
-    return {"four_over_six": metric + ("" if largest == _SCALE_MAXIMA[0] else f".{largest}")}
+    if row.scaling is not Scaling.NVFP4:
+        raise InputError("format", text, "+4over6 on nvfp4 only")
+    return {"four_over_six": "" if options is None else f".{options}"}
 
 
 def _overflow(text: str, row: FormatRow, mode: str | None) -> dict:
@@ -172,6 +169,20 @@ def _check_together(text: str, row: FormatRow, fields: dict) -> None:
         word = "+sr" if rounding is Rounding.STOCHASTIC else "+rz"
         expected = f"{word} or +ef, not both: feedback needs the error of nearest rounding"
         raise InputError("format", text, expected)
+    profile = fields.get("profile")
+    for option in ("scale", "floor"):
+        if fields.get(option) is not None and (profile is not None or "four_over_six" in fields):
+            raise InputError("format", text, f"+{option} on the plain canonical recipe only")
+    if "four_over_six" in fields:
+        if fields["granularity"] == "none":
+            raise InputError("format", text, "+4over6 with a global scale: its room for 4 comes from there")
+        try:
+            options = canonical_options(profile, fields["four_over_six"])
+        except InputError as error:
+            raise InputError("format", text, f"a {error.argument} of {error.expected}") from error
+        fields["four_over_six"] = options
+    elif fields["granularity"] == "none" and profile is not None and not NVFP4_PROFILES[profile].one_level:
+        raise InputError("format", text, f"{profile} with a global scale: it has no NVFP4 without one")
 
 
 def _offer(row: FormatRow, word: str, valid: list[str] | tuple[str, ...]) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantlab.errors import unknown_name
 from quantlab.formats.groups import Groups
-from quantlab.formats.recipe import Scales
+from quantlab.formats.recipe import DividingRecipe, Scales
 from quantlab.formats.rounding import power_of_two
 from quantlab.formats.table import Element
 
@@ -76,12 +76,11 @@ def _scale_table(device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Mx:
+class Mx(DividingRecipe):
     """The recipe of an element under one of the scale modes."""
 
     element: Element
     mode: str = MODES[0]
-    cast = None
 
     def scales(self, x: Tensor) -> Scales:
         return Scales(scale_codes(BLOCKS.amax(x), self.element, self.mode))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantlab.formats import fused
 from quantlab.formats.groups import Groups
-from quantlab.formats.recipe import Scales, largest_scale
+from quantlab.formats.recipe import DividingRecipe, Scales, largest_scale
 from quantlab.formats.rounding import divide
 from quantlab.formats.table import FLOAT_ELEMENTS
 
@@ -27,7 +27,7 @@ _TINY = FLOAT_ELEMENTS["fp32"].smallest
 
 
 @dataclass(frozen=True)
-class Nvfp4:
+class Nvfp4(DividingRecipe):
     """The canonical recipe and its options.
 
     granularity: what shares the global scale: "matrix" (V, K), "row", "tensor", "none".
@@ -37,7 +37,6 @@ class Nvfp4:
     granularity: str = "matrix"
     scale: str = "rne"
     floor: str = DEFAULT_FLOOR
-    cast = None
 
     def scales(self, x: Tensor) -> Scales:
         amax = BLOCKS.amax(x)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from quantlab.errors import InputError
 from quantlab.formats import fused
-from quantlab.formats.rounding import EXACT_BITS
 from quantlab.formats.table import FLOAT_ELEMENTS
 
 BLOCK = 16
@@ -115,7 +114,7 @@ def cast_element(quotient: Tensor, cast: ElementCast) -> Tensor:
     """float32 quotients -> E2M1 codes (uint8) as the library's own cast makes them."""
     nan = quotient.isnan()
     numbers = quotient.masked_fill(nan, 0.0)
-    codes = fused.encode(numbers, _E2M1, None, EXACT_BITS)
+    codes = fused.encode(numbers, _E2M1)
     if not cast.keeps_minus_zero:
         codes.masked_fill_(numbers == 0, 0)
     if not cast.saturates:
@@ -171,14 +170,12 @@ def per_block(global_value: Tensor, dims: int) -> Tensor:
 
 def to_e4m3(x: Tensor) -> Tensor:
     """float32 -> the nearest number of E4M3, saturated; NaN stays."""
-    return fused.decode(fused.encode(x, SCALE_ELEMENT, None, EXACT_BITS), SCALE_ELEMENT)
+    return fused.decode(fused.encode(x, SCALE_ELEMENT), SCALE_ELEMENT)
 
 
 def scale_bytes(scales: Tensor) -> Tensor:
     """Numbers that E4M3 holds (..., blocks, 1) -> their bytes (..., blocks) without a sign bit."""
-    return fused.encode(scales[..., 0], SCALE_ELEMENT, None, EXACT_BITS).bitwise_and_(
-        SCALE_ELEMENT.sign_code - 1
-    )
+    return fused.encode(scales[..., 0], SCALE_ELEMENT).bitwise_and_(SCALE_ELEMENT.sign_code - 1)
 
 
 def divide(a: Tensor | float, b: Tensor | float) -> Tensor:

@@ -1,9 +1,9 @@
 """What every scaled format does: derive scales, divide by them, multiply back."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -23,25 +23,32 @@ class Scales:
     global_scale: Tensor | None = None
 
 
-class Recipe(Protocol):
+class Recipe(ABC):
     """A scaled format's arithmetic.  x is float32, or float64 of at most float32's range; it is not written."""
 
-    @property
-    def cast(self) -> Cast | None:
-        """An element cast of the recipe's own, in place of the format's; None for the format's."""
-        ...
+    @abstractmethod
+    def encode(self, x: Tensor, cast: Cast) -> tuple[Tensor, Scales]:
+        """Codes (..., V, K) and scales.  A library whose element cast has quirks may use its own for ``cast``."""
 
-    def scales(self, x: Tensor) -> Scales:
-        """From the values (..., V, K) to be stored."""
-        ...
-
-    def quotient(self, x: Tensor, scales: Scales) -> Tensor:
-        """What is rounded to an element, in new memory, (..., K)."""
-        ...
-
+    @abstractmethod
     def decode(self, values: Tensor, scales: Scales) -> Tensor:
         """float32 values of elements times their scales, (..., K); ``values`` may be overwritten."""
-        ...
+
+
+class DividingRecipe(Recipe):
+    """The canonical recipes: scales from the values, one quotient a value, and nothing else."""
+
+    def encode(self, x: Tensor, cast: Cast) -> tuple[Tensor, Scales]:
+        scales = self.scales(x)
+        return cast(self.quotient(x, scales).to(x.dtype)), scales
+
+    @abstractmethod
+    def scales(self, x: Tensor) -> Scales:
+        """From the values (..., V, K) to be stored."""
+
+    @abstractmethod
+    def quotient(self, x: Tensor, scales: Scales) -> Tensor:
+        """What is rounded to an element, in new memory, (..., K)."""
 
 
 @lru_cache

@@ -120,9 +120,11 @@ def divide(x: Tensor, divisor: Tensor | float) -> Tensor:
 
     What a float32 division of the exact numbers gives, so that the dtype that holds x changes nothing.
     """
+    if not isinstance(divisor, Tensor):
+        divisor = x.new_full((), divisor)  # by a Python number CUDA multiplies with its rounded reciprocal
     if x.dtype == torch.float32:
         return x / divisor
-    divisor = torch.as_tensor(divisor, dtype=torch.float64, device=x.device)
+    divisor = divisor.to(torch.float64)
     quotient = x / divisor
     head, tail = _split(quotient)
     remainder = (x - head * divisor) - tail * divisor

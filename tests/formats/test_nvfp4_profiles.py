@@ -17,6 +17,7 @@ from quantlab.formats.four_over_six import FourOverSix
 from quantlab.formats.four_over_six import four_over_six as rule
 from quantlab.formats.nvfp4_arithmetic import NO_CODE, Nvfp4Arithmetic, element_values, global_amax
 from quantlab.formats.nvfp4_profiles import PROFILES, full_scale_over_amax
+from quantlab.formats.rounding import Rounding
 from quantlab.formats.table import FLOAT_ELEMENTS
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -337,7 +338,7 @@ def test_encoding_in_the_order_of_the_library(name):
 
     def keep(quotient: Tensor) -> Tensor:
         quotients.append(quotient)
-        return fused.encode(quotient, E2M1, None, 32)
+        return fused.encode(quotient, E2M1)
 
     _, scales, global_value = nvfp4_arithmetic.encode(
         PROFILES[name], torch.from_numpy(x), torch.from_numpy(amax), keep
@@ -360,7 +361,9 @@ def test_elements_may_be_rounded_by_another_function(name):
 
     def toward_zero(quotient: Tensor) -> Tensor:
         quotients.append(quotient)
-        return fused.encode(quotient, E2M1, torch.zeros(quotient.shape, dtype=torch.int64), 8)
+        return fused.encode(
+            quotient, E2M1, Rounding.STOCHASTIC, torch.zeros(quotient.shape, dtype=torch.int64), 8
+        )
 
     codes, scales, global_value = nvfp4_arithmetic.encode(profile, x, amax, toward_zero)
     nearest, nearest_scales, nearest_global = nvfp4_arithmetic.encode(profile, x, amax)
