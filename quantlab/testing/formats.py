@@ -184,8 +184,9 @@ def format_inputs(fmt: Format) -> Iterator[Tensor]:
     x[1, 6, 35], x[1, 7] = 2.0**-149, torch.finfo(torch.float32).tiny / 2
     if fmt.rounded:
         # Largest magnitudes that a scale of powers of two turns on.
-        step = element.eps * 2.0 ** math.floor(math.log2(element.max)) if isinstance(element, Element) else 1.0
-        turns = torch.tensor([element.max, element.max + step / 2, 2.0 ** math.floor(math.log2(element.max))])
+        power = 2.0 ** math.floor(math.log2(element.max))
+        step = element.eps * power if isinstance(element, Element) else 1.0
+        turns = torch.tensor([element.max, element.max + step / 2, power])
         bits = turns.view(torch.int32)
         turns = torch.cat([bits - 1, bits, bits + 1]).view(torch.float32)
         x[1, 12:21] *= 2.0**-24

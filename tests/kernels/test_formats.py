@@ -76,7 +76,7 @@ def test_the_suite_covers_the_table():
     assert {case.rounding.value for case in cases} == {"nearest", "toward zero", "stochastic"}
 
 
-NOT_SERVED = ("nvfp4+4over6", "int8+hadamard", "int8+ef", "fp64")
+NOT_SERVED = ("nvfp4+as.torchao", "nvfp4+4over6", "mxfp4+as.torchao", "int8+hadamard", "int8+ef", "fp64")
 
 
 @pytest.mark.parametrize("text", NOT_SERVED)
