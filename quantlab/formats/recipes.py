@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantlab.formats import float_scale_profiles, four_over_six, mx_profiles, nvfp4_arithmetic
+from quantlab.formats import four_over_six, mx_profiles, nvfp4_arithmetic
 from quantlab.formats.float_scale_profiles import FLOAT_SCALE_PROFILES, FloatScaleProfile
 from quantlab.formats.float_scales import GROUPS, FloatScaled
 from quantlab.formats.four_over_six import FourOverSix
