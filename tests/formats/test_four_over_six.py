@@ -132,6 +132,21 @@ def test_the_choice_in_numpy_float32(library, metric, scale_max):
     assert 0.1 < take_four.mean() < 0.9
 
 
+@pytest.mark.parametrize("library", STEPS)
+def test_scales_next_to_ties(library):
+    """Maxima whose scales for 4 and for 6 are within an ulp of the middle between two E4M3 numbers."""
+    rng = np.random.default_rng(13)
+    A = (10.0 ** rng.uniform(-3, 3, (40, 1))).astype(F32)
+    numbers = np.arange(8, 0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    rule = four_over_six(library, "mse", 256)
+    for largest, scale in ((6, rule.arithmetic.block_scale), (4, rule.scale_for_four)):
+        a = (largest * middles * A.astype(np.float64) / 1536).astype(F32)
+        a = np.concatenate([a, np.nextafter(a, F32(0)), np.nextafter(a, F32(np.inf))], axis=1)
+        ours = scale(torch.from_numpy(a), rule.arithmetic.global_value(torch.from_numpy(A)))
+        assert np.array_equal(ours.numpy(), STEPS[library][0](a, A, F32(1536), largest).astype(F32))
+
+
 def test_the_default_is_mse_with_256():
     assert four_over_six() == four_over_six(None, "mse", 256)
     assert four_over_six("fouroversix") == four_over_six("fouroversix", "mse", 256)
