@@ -37,10 +37,10 @@ class ProfiledNvfp4(Recipe):
         amax, encode_element = global_amax(x, self.granularity), None if self.own_cast else cast
         if isinstance(self.arithmetic, FourOverSix):
             assert amax is not None
-            codes, *scales = four_over_six.encode(self.arithmetic, x, amax, encode_element)
+            codes, scales, shared = four_over_six.encode(self.arithmetic, x, amax, encode_element)
         else:
-            codes, *scales = nvfp4_arithmetic.encode(self.arithmetic, x, amax, encode_element)
-        return codes, Scales(*scales)
+            codes, scales, shared = nvfp4_arithmetic.encode(self.arithmetic, x, amax, encode_element)
+        return codes, Scales(scales, shared)
 
     def decode(self, values: Tensor, scales: Scales) -> Tensor:
         rule = self.arithmetic

@@ -11,6 +11,7 @@ from quantlab.errors import InputError
 from quantlab.formats import fused, parse, rounding
 from quantlab.formats.four_over_six import block_error, decode, encode, four_over_six
 from quantlab.formats.nvfp4_arithmetic import element_values, global_amax
+from quantlab.formats.rounding import Rounding
 from quantlab.formats.table import FLOAT_ELEMENTS
 
 F32 = np.float32
@@ -257,14 +258,16 @@ def test_stochastic_rounding_does_not_move_the_choice():
 
         def stochastic(quotient, quotients=quotients):
             quotients.append(quotient)
-            return fused.encode(quotient, E2M1, words, 8)
+            return fused.encode(quotient, E2M1, Rounding.STOCHASTIC, words, 8)
 
         codes, scales, _ = encode(rule, x, amax, stochastic)
         nearest, nearest_scales, _ = encode(rule, x, amax)
         assert torch.equal(scales, nearest_scales)
         assert not torch.equal(codes, nearest)
         (quotient,) = quotients
-        assert torch.equal(codes.long(), rounding.encode_element(quotient, E2M1, words, 8))
+        assert torch.equal(
+            codes.long(), rounding.encode_element(quotient, E2M1, Rounding.STOCHASTIC, words, 8)
+        )
         assert torch.equal(nearest.long(), rounding.encode_element(quotient, E2M1))
 
 
