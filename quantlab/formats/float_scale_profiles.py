@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from quantlab.errors import InputError, unknown_name
-from quantlab.formats.table import Element, Integer
 
 _TINY = torch.finfo(torch.float32).tiny
 _EPS = torch.finfo(torch.float32).eps

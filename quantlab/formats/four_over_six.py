@@ -17,6 +17,7 @@ from quantlab.errors import InputError, unknown_name
 from quantlab.formats import nvfp4_arithmetic
 from quantlab.formats import nvfp4_profiles as profiles
 from quantlab.formats.nvfp4_arithmetic import (
+    BLOCK,
     CODE_MAX,
     NO_CODE,
     SCALE_ELEMENT,
@@ -49,6 +50,7 @@ class FourOverSix:
     scale_for_four: Callable[[Tensor, Tensor], Tensor]  # block maximum, global value -> the candidate for 4
     reconstruct: Callable[[Tensor, Tensor, Tensor], Tensor]  # value, scale, global value -> compared with x
     metric: str
+    halves_first: bool = False  # errors are added like torch.sum does on a CPU: i to i + 8, then in order
 
 
 def encode(
@@ -153,14 +155,16 @@ def _candidate(rule: FourOverSix, blocks: Tensor, scales: Tensor, shared: Tensor
     codes = cast_element(quotient, cast)
     values = cast_values(quotient, codes, cast)
     difference = rule.reconstruct(values, scales, shared) - blocks
-    return _Candidate(scales, quotient, codes, block_error(difference, rule.metric))
+    return _Candidate(scales, quotient, codes, block_error(difference, rule.metric, rule.halves_first))
 
 
-def block_error(difference: Tensor, metric: str) -> Tensor:
-    """(..., blocks, 16) -> (..., blocks, 1).  Sums are sequential float32: near ties hang on the order."""
+def block_error(difference: Tensor, metric: str, halves_first: bool = False) -> Tensor:
+    """(..., blocks, 16) -> (..., blocks, 1).  Float32 sums in a fixed order: near ties hang on it."""
     if metric == "absmax":
         return difference.abs().amax(-1, keepdim=True)
     terms = difference * difference if metric == "mse" else difference.abs()
+    if halves_first:
+        terms = terms[..., : BLOCK // 2] + terms[..., BLOCK // 2 :]
     total = terms[..., 0]
     for term in terms.unbind(-1)[1:]:
         total = total + term
@@ -247,7 +251,7 @@ def _flashinfer(metric: str, scale_max: int) -> FourOverSix:
 def _fouroversix(metric: str, scale_max: int) -> FourOverSix:
     six = profiles.fouroversix("fouroversix", _SIX, scale_max)
     four = profiles.fouroversix("fouroversix", _SIX, scale_max, _RATIO)
-    return FourOverSix(six, four.block_scale, six.decode, metric)
+    return FourOverSix(six, four.block_scale, six.decode, metric, halves_first=True)
 
 
 _Builder = Callable[[str, int], FourOverSix]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quantlab.errors import InputError, unknown_name
-from quantlab.formats import fused, mx
+from quantlab.formats import mx
 from quantlab.formats.rounding import encode_element, power_of_two
 from quantlab.formats.table import Element, Overflow, Specials
 
@@ -214,15 +214,13 @@ def _compressed_tensors_exponents(amax: Tensor, element: Element, mantissa_bits:
     return exponents.clamp(-127, 128).nan_to_num(nan=128.0)
 
 
-def _compressed_tensors_divide(x: Tensor, exponents: Tensor) -> Tensor:
-    """The zero point 0 is added, which turns -0 into +0."""
-    return x / _power(exponents) + 0.0
+def _compressed_tensors_divide(x: Tensor, exponents: Tensor, has_nan: bool) -> Tensor:
+    """The zero point 0 is added, which turns -0 into +0.
 
-
-def _compressed_tensors_cast(quotients: Tensor, element: Element) -> Tensor:
-    """To nearest even; a NaN that has no code is kept as a float there, and its product with Inf is NaN again."""
-    numbers = quotients.nan_to_num(nan=0.0) if element.nan_code is None else quotients
-    return fused.encode(numbers, element)
+    Inf / Inf, and NaN, where the element has no code for NaN: zero, which decodes to NaN as 0 * Inf.
+    """
+    quotients = x / _power(exponents) + 0.0
+    return quotients if has_nan else quotients.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
 
 
 # fouroversix.
@@ -292,7 +290,8 @@ def _microxcaling(rounding: str) -> MXProfile:
 
 def _compressed_tensors(element: str, mantissa_bits: int) -> MXProfile:
     exponents = partial(_compressed_tensors_exponents, mantissa_bits=mantissa_bits)
-    steps = (exponents, _store, _compressed_tensors_divide, _decode_to_infinity, _compressed_tensors_cast)
+    divide = partial(_compressed_tensors_divide, has_nan=element == "e4m3")
+    steps = (exponents, _store, divide, _decode_to_infinity)
     return MXProfile("compressed_tensors", "", (element,), *steps)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantlab.formats import float_scale_profiles, four_over_six, mx_profiles, nvfp4_arithmetic
+from quantlab.formats import four_over_six, mx_profiles, nvfp4_arithmetic
 from quantlab.formats.float_scale_profiles import FLOAT_SCALE_PROFILES, FloatScaleProfile
 from quantlab.formats.float_scales import GROUPS, FloatScaled
 from quantlab.formats.four_over_six import FourOverSix
@@ -37,10 +37,10 @@ class ProfiledNvfp4(Recipe):
         amax, encode_element = global_amax(x, self.granularity), None if self.own_cast else cast
         if isinstance(self.arithmetic, FourOverSix):
             assert amax is not None
-            codes, *scales = four_over_six.encode(self.arithmetic, x, amax, encode_element)
+            codes, scales, shared = four_over_six.encode(self.arithmetic, x, amax, encode_element)
         else:
-            codes, *scales = nvfp4_arithmetic.encode(self.arithmetic, x, amax, encode_element)
-        return codes, Scales(*scales)
+            codes, scales, shared = nvfp4_arithmetic.encode(self.arithmetic, x, amax, encode_element)
+        return codes, Scales(scales, shared)
 
     def decode(self, values: Tensor, scales: Scales) -> Tensor:
         rule = self.arithmetic

@@ -273,11 +273,16 @@ def test_the_ends_of_an_asymmetric_range():
         assert all(torch.equal(one, other) for one, other in zip(*narrow, strict=True))
 
 
+ZERO_GROUP_SCALES = {"compressed_tensors": 2.0**-23, "flashinfer": 1.0, "vllm": 1.0}
+
+
 def test_zero_groups():
     """What a group of zeros turns into: zeros, except for the FP8 of torchao and Model-Optimizer (NaN)."""
     for row in profiles.FLOAT_SCALE_PROFILES:
         for name in row.elements:
-            _, _, values = run(torch.zeros(1, 4), row, ELEMENTS[name], (-1,))
+            _, scales, values = run(torch.zeros(1, 4), row, ELEMENTS[name], (-1,))
+            if row.library in ZERO_GROUP_SCALES:
+                assert scales.item() == ZERO_GROUP_SCALES[row.library]
             unguarded = (
                 row.library in ("torchao", "modelopt") and name in ("e4m3", "e5m2") and row.variant == ""
             )

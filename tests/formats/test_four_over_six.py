@@ -11,6 +11,7 @@ from quantlab.errors import InputError
 from quantlab.formats import fused, parse, rounding
 from quantlab.formats.four_over_six import block_error, decode, encode, four_over_six
 from quantlab.formats.nvfp4_arithmetic import element_values, global_amax
+from quantlab.formats.rounding import Rounding
 from quantlab.formats.table import FLOAT_ELEMENTS
 
 F32 = np.float32
@@ -20,16 +21,16 @@ METRICS = ("mse", "mae", "absmax")
 
 def sequential(terms: np.ndarray) -> np.ndarray:
     total = terms[..., 0]
-    for index in range(1, 16):
+    for index in range(1, terms.shape[-1]):
         total = total + terms[..., index]
     return total
 
 
-ERRORS = {
-    "mse": lambda difference: sequential(difference * difference),
-    "mae": lambda difference: sequential(np.abs(difference)),
-    "absmax": lambda difference: np.abs(difference).max(-1),
-}
+def error(difference: np.ndarray, metric: str, library: str | None) -> np.ndarray:
+    terms = difference * difference if metric == "mse" else np.abs(difference)
+    if metric == "absmax":
+        return terms.max(-1)
+    return sequential(terms[..., :8] + terms[..., 8:] if library == "fouroversix" else terms)
 
 
 def e4m3(ratio: np.ndarray) -> np.ndarray:
@@ -91,7 +92,9 @@ def by_hand(x: np.ndarray, library: str | None, metric: str, scale_max: int):
     A, full = np.abs(x).max((1, 2))[:, None, None, None], F32(6 * scale_max)
     blocks = x.reshape(*x.shape[:2], -1, 16)
     six, four = (candidate(blocks, A, full, largest, library) for largest in (6, 4))
-    take_four = (ERRORS[metric](four[2] - blocks) < ERRORS[metric](six[2] - blocks))[..., None]
+    take_four = (error(four[2] - blocks, metric, library) < error(six[2] - blocks, metric, library))[
+        ..., None
+    ]
     return *(np.where(take_four, b, a) for a, b in zip(six, four, strict=True)), take_four
 
 
@@ -130,6 +133,21 @@ def test_the_choice_in_numpy_float32(library, metric, scale_max):
     if library is None:  # it decodes as it compares
         assert np.array_equal(numbers.view(np.uint32), values.reshape(x.shape).view(np.uint32))
     assert 0.1 < take_four.mean() < 0.9
+
+
+@pytest.mark.parametrize("library", STEPS)
+def test_scales_next_to_ties(library):
+    """Maxima whose scales for 4 and for 6 are within an ulp of the middle between two E4M3 numbers."""
+    rng = np.random.default_rng(13)
+    A = (10.0 ** rng.uniform(-3, 3, (40, 1))).astype(F32)
+    numbers = np.arange(8, 0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    rule = four_over_six(library, "mse", 256)
+    for largest, scale in ((6, rule.arithmetic.block_scale), (4, rule.scale_for_four)):
+        a = (largest * middles * A.astype(np.float64) / 1536).astype(F32)
+        a = np.concatenate([a, np.nextafter(a, F32(0)), np.nextafter(a, F32(np.inf))], axis=1)
+        ours = scale(torch.from_numpy(a), rule.arithmetic.global_value(torch.from_numpy(A)))
+        assert np.array_equal(ours.numpy(), STEPS[library][0](a, A, F32(1536), largest).astype(F32))
 
 
 def test_the_default_is_mse_with_256():
@@ -220,12 +238,13 @@ def test_with_448_blocks_that_take_six_are_those_of_nvfp4():
     assert same[top].all()  # 1.5 * 448 does not fit, so the scale for 4 is that for 6
 
 
-def test_sums_are_sequential():
-    """1 + 2^-24 is a tie to 1 every time; in any other order the small terms add up first."""
+def test_the_order_of_sums():
+    """1 + 2^-24 is a tie to 1 every time; in another order small terms add up first."""
     for metric, small in (("mae", 2.0**-24), ("mse", 2.0**-12)):
         difference = torch.full((2, 16), -small)
         difference[0, 0] = difference[1, -1] = 1.0
         assert block_error(difference, metric).tolist() == [[1.0], [1.0 + 2.0**-20]]
+        assert block_error(difference, metric, halves_first=True).tolist() == [[1 + 7 * 2.0**-23]] * 2
     assert block_error(difference, "absmax").tolist() == [[1.0], [1.0]]
 
 
@@ -239,14 +258,16 @@ def test_stochastic_rounding_does_not_move_the_choice():
 
         def stochastic(quotient, quotients=quotients):
             quotients.append(quotient)
-            return fused.encode(quotient, E2M1, words, 8)
+            return fused.encode(quotient, E2M1, Rounding.STOCHASTIC, words, 8)
 
         codes, scales, _ = encode(rule, x, amax, stochastic)
         nearest, nearest_scales, _ = encode(rule, x, amax)
         assert torch.equal(scales, nearest_scales)
         assert not torch.equal(codes, nearest)
         (quotient,) = quotients
-        assert torch.equal(codes.long(), rounding.encode_element(quotient, E2M1, words, 8))
+        assert torch.equal(
+            codes.long(), rounding.encode_element(quotient, E2M1, Rounding.STOCHASTIC, words, 8)
+        )
         assert torch.equal(nearest.long(), rounding.encode_element(quotient, E2M1))
 
 
