@@ -90,7 +90,7 @@ def _admit(fmt: Format, x: Tensor, random_bits: Tensor | None) -> None:
         raise InputError(
             "x", f"float64 {tuple(x.shape)}", "float32, float16 or bfloat16 (the kernel computes in float32)"
         )
-    fmt._admit(x, random_bits, None, "raise")
+    fmt.admit(x, random_bits, None, "raise")
     given = {"x": x} if random_bits is None else {"x": x, "random_bits": random_bits}
     for name, tensor in given.items():
         if not tensor.is_contiguous():

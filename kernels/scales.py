@@ -25,7 +25,7 @@ from quantlab.errors import InputError
 from quantlab.formats import Format
 from quantlab.formats.float_scales import FloatScaled
 from quantlab.formats.groups import Groups
-from quantlab.formats.mx import Mx, _bump
+from quantlab.formats.mx import Mx, raising_mantissa
 from quantlab.formats.nvfp4 import CODE_MAX, FLOORS, SCALE_ELEMENT, Nvfp4
 from quantlab.formats.recipe import largest_scale
 from quantlab.formats.table import FLOAT_ELEMENTS, Element
@@ -90,7 +90,7 @@ def recipe_of(fmt: Format) -> Recipe:
         options = BlockOptions(SCALE_ELEMENT, CODE_MAX, recipe.scale == "ceil", floor_code)
         return Recipe(block_scale, divide, block_multiplier, multiply, options)
     if type(recipe) is Mx:
-        bump = -(-_bump(recipe.element, recipe.mode) // 2**29)  # of float64's 52 mantissa bits
+        bump = -(-raising_mantissa(recipe.element, recipe.mode) // 2**29)  # of float64's 52 mantissa bits
         options = PowerOptions(recipe.element.max_exponent, bump)
         return Recipe(power_scale, multiply, power_multiplier, saturating_product, options)
     raise InputError("fmt", fmt.text, "a format that a kernel serves: this recipe has none")
