@@ -3,8 +3,8 @@
 torch.compile makes one loop out of an element's arithmetic, in C++ on the CPU.  What decides a scale stays where it
 is written, in the recipes: they get the largest magnitudes of the groups and nothing else, so only the passes over
 all values are written a second time.  Whatever is not served here goes to the Format itself: other devices and
-dtypes, stochastic rounding, library profiles and the like, groups that do not divide the key dim, fewer values than
-``MINIMUM_SIZE``, NaN and Inf.
+dtypes, stochastic rounding, library profiles and the like, elements above 8 bits, which torch converts in one pass,
+groups that do not divide the key dim, fewer values than ``MINIMUM_SIZE``, NaN and Inf.
 
 How the loops are written: inductor vectorizes integer arithmetic and float arithmetic, but not a view of one as the
 other, which it does a lane at a time.  So bits are viewed outside of the loop where that is possible, and a code
@@ -16,7 +16,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -31,14 +31,11 @@ from quantlab.formats.rounding import Rounding
 from quantlab.formats.storage import Encoded
 from quantlab.formats.table import Element, Integer, Overflow
 
-MINIMUM_SIZE = 1 << 17
-"""Values from which a compiled call, some 0.1 ms of overhead a loop, is faster than the Format."""
+MINIMUM_SIZE = 1 << 19
+"""Values from which every format gains: a compiled call costs 0.1 ms a loop before it begins."""
 
 _MAGNITUDE = 0x7FFFFFFF
 _EXPONENT = 0x7F800000
-_FRACTION = 0x007FFFFF
-_IMPLICIT = 0x00800000
-_SIGN = -0x80000000
 
 
 def quantize(fmt: Format, x: Tensor, random_bits: Tensor | None = None) -> Encoded:
@@ -67,7 +64,15 @@ def round(fmt: Format, x: Tensor, random_bits: Tensor | None = None) -> Tensor:
 def _serves(fmt: Format, x: Tensor, dtype: torch.dtype) -> bool:
     """Whether a loop of this file does what the format says; x: values or codes."""
     plain = fmt.rounding is Rounding.NEAREST and fmt.overflow is None and fmt.hadamard is None
-    if not plain or fmt.error_feedback is not None or not fmt.rounded:
+    if (
+        not plain
+        or fmt.error_feedback is not None
+        or fmt.profile is not None
+        or fmt.four_over_six is not None
+    ):
+        return False
+    # torch converts to the wider floats in one pass by itself.
+    if isinstance(fmt.element, Element) and fmt.element.bits > 8:
         return False
     served = isinstance(x, Tensor) and x.device.type == "cpu" and x.dim() > 0 and x.numel() >= MINIMUM_SIZE
     if not served or x.dtype != dtype:
@@ -99,14 +104,18 @@ def _quantize(fmt: Format, x: Tensor) -> Encoded | None:
 
 
 def _dequantize(fmt: Format, encoded: Encoded) -> Tensor | None:
-    codes = encoded.codes.contiguous()
-    if fmt.recipe is None or encoded.scales is None:
-        return _decode_loop(fmt.element)(codes.view(-1)).view(codes.shape)
-    factors = _factors(fmt.recipe, Scales(encoded.scales, encoded.global_scale))
+    recipe, codes = fmt.recipe, encoded.codes.contiguous()
+    if recipe is None or encoded.scales is None:
+        values = codes.to(torch.float32)
+        _decode_loop(fmt.element)(values.view(-1))
+        return values
+    factors = _factors(recipe, Scales(encoded.scales.contiguous(), encoded.global_scale))
     if factors is None:
         return None
-    groups = codes.view(-1, _group(fmt, codes.shape[-1]))
-    return _decode_groups(fmt.element)(groups, factors).view(codes.shape)
+    # The loop would load bytes eight at a time by way of memory: torch's own conversion is faster, and in place.
+    values = codes.to(torch.float32)
+    _decode_groups(fmt.element)(values.view(-1, _group(fmt, codes.shape[-1])), factors)
+    return values
 
 
 def _round(fmt: Format, x: Tensor) -> Tensor | None:
@@ -132,7 +141,11 @@ def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def _admits(fmt: Format, amax: Tensor) -> bool:
     """Whether no NaN or Inf is there that the Format may refuse."""
     element = fmt.element
-    return isinstance(element, Element) and element.infinity_code is not None or math.isfinite(amax.amax().item())
+    return (
+        (isinstance(element, Element)
+        and element.infinity_code is not None)
+        or math.isfinite(amax.amax().item())
+    )
 
 
 def _scales(fmt: Format, groups: Tensor, shape: torch.Size) -> Scales | None:
@@ -186,22 +199,31 @@ class _Loop:
     """A function of tensors, compiled at its first call for all lengths of dim 0 (and of dim 1, if ``both``).
 
     The code object is copied: torch counts and searches what it has compiled per code object, and one that served
-    every element would run into its limit.  Numbers of an element are constants in the loop.
+    every element would run into its limit.  Numbers of an element are constants in the loop, and so is whether it
+    is shared among threads.
     """
 
     def __init__(self, body: Callable, both: bool = False):
-        code = body.__code__.replace()
-        function = types.FunctionType(code, body.__globals__, body.__name__, closure=body.__closure__)
-        self._compiled = torch.compile(function, fullgraph=True, dynamic=False)
+        self._body = body
         self._both = both
+        self._compiled: dict[int, Callable] = {}
 
     def __call__(self, *tensors: Tensor):
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, [0, 1] if self._both and tensor.shape[-1] > 1 else 0)
-        return self._compiled(*tensors)
+        threads = torch.get_num_threads()
+        if threads not in self._compiled:
+            self._compiled[threads] = self._compile()
+        return self._compiled[threads](*tensors)
+
+    def _compile(self) -> Callable:
+        body = self._body
+        code = body.__code__.replace()
+        function = types.FunctionType(code, body.__globals__, body.__name__, closure=body.__closure__)
+        return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _amax_loop() -> _Loop:
     def largest(x: Tensor) -> Tensor:
         return x.abs().amax(-1)
@@ -209,7 +231,7 @@ def _amax_loop() -> _Loop:
     return _Loop(largest)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _block_scales(recipe: Nvfp4) -> _Loop:
     def scales(amax: Tensor, global_scale: Tensor) -> Tensor:
         values = recipe.block_scales(amax, global_scale)
@@ -219,7 +241,7 @@ def _block_scales(recipe: Nvfp4) -> _Loop:
     return _Loop(scales)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _block_factors() -> _Loop:
     def factors(scales: Tensor, global_scale: Tensor) -> Tensor:
         return _decoded(scales, SCALE_ELEMENT) * global_scale
@@ -227,7 +249,7 @@ def _block_factors() -> _Loop:
     return _Loop(factors)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _encode_loop(element: Element | Integer) -> _Loop:
     def encode(x: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
         return _codes(x, bits, bits, element), x.abs().amax(-1)
@@ -235,7 +257,7 @@ def _encode_loop(element: Element | Integer) -> _Loop:
     return _Loop(encode, both=True)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _round_loop(element: Element | Integer) -> _Loop:
     def round_values(x: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
         return _values(x, bits, element), x.abs().amax(-1)
@@ -243,15 +265,15 @@ def _round_loop(element: Element | Integer) -> _Loop:
     return _Loop(round_values, both=True)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _decode_loop(element: Element | Integer) -> _Loop:
-    def decode(codes: Tensor) -> Tensor:
-        return _decoded(codes, element)
+    def decode(values: Tensor) -> None:
+        values.copy_(_decoded(values, element))
 
     return _Loop(decode)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _encode_groups(element: Element | Integer) -> _Loop:
     def encode(x: Tensor, signs: Tensor, divisors: Tensor) -> Tensor:
         quotient = x / divisors
@@ -260,7 +282,7 @@ def _encode_groups(element: Element | Integer) -> _Loop:
     return _Loop(encode, both=True)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _round_groups(element: Element | Integer) -> _Loop:
     def round_values(x: Tensor, divisors: Tensor, factors: Tensor) -> Tensor:
         quotient = x / divisors
@@ -269,10 +291,10 @@ def _round_groups(element: Element | Integer) -> _Loop:
     return _Loop(round_values, both=True)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _decode_groups(element: Element | Integer) -> _Loop:
-    def decode(codes: Tensor, factors: Tensor) -> Tensor:
-        return _decoded(codes, element) * factors
+    def decode(values: Tensor, factors: Tensor) -> None:
+        values.copy_(_decoded(values, element) * factors)
 
     return _Loop(decode, both=True)
 
@@ -285,29 +307,22 @@ def _codes(x: Tensor, bits: Tensor, signs: Tensor, element: Element | Integer) -
     if element.name == "e2m1":
         # Three binades of two numbers each: rounding to 1/2, 1 and 2 is rounding of integers.
         magnitude = x.abs()
-        upper = torch.where(magnitude < 4, magnitude.round() + 2, ((magnitude * 0.5).round() + 4).clamp(max=7))
+        upper = torch.where(
+            magnitude < 4, magnitude.round() + 2, ((magnitude * 0.5).round() + 4).clamp(max=7)
+        )
         codes = torch.where(magnitude < 2, (magnitude * 2).round(), upper)
         return torch.where(signs < 0, codes + 8, codes).to(dtype)
     magnitude = bits & _MAGNITUDE
-    if element.exponent_bits == 8:
-        dropped = 23 - mantissa_bits
-        codes = (magnitude + ((1 << (dropped - 1)) - 1) + ((magnitude >> dropped) & 1)) >> dropped
-    else:
-        capped = magnitude.clamp(max=_cap(element))
-        field = capped >> 23
-        least = 127 + element.min_exponent
-        # Beyond 25 dropped bits everything is below half a quantum.
-        dropped = (least - field).clamp(0, 2 + mantissa_bits) + (23 - mantissa_bits)
-        significand = (capped & _FRACTION) | _IMPLICIT
-        half = torch.bitwise_left_shift(torch.ones_like(dropped), dropped - 1)
-        units = (significand + (half - 1) + ((significand >> dropped) & 1)) >> dropped
-        codes = ((field - least).clamp(min=0) << mantissa_bits) + units
+    dropped, least = 23 - mantissa_bits, 127 + element.min_exponent
+    half = (1 << (dropped - 1)) - 1
+    capped = magnitude.clamp(max=_cap(element))
+    # Normals round in the bits, with the exponent biased anew; subnormals count their quanta.
+    normal = (capped + (half - ((least - 1) << 23)) + ((capped >> dropped) & 1)) >> dropped
+    subnormal = (x.abs() * (1 / element.smallest)).round()
+    codes = torch.where(capped < (least << 23), subnormal, normal.to(torch.float32))
     if element.nan_code is not None:
         codes = torch.where(magnitude > _EXPONENT, element.nan_code, codes)
-    if element.bits > 8:
-        negative = codes - element.sign_code if element.bits == 16 else codes | element.sign_code
-        return torch.where(signs < 0, negative, codes).to(dtype)
-    return (codes | ((signs >> (32 - element.bits)) & element.sign_code)).to(torch.float32).to(dtype)
+    return torch.where(signs < 0, codes + element.sign_code, codes).to(dtype)
 
 
 def _values(x: Tensor, bits: Tensor, element: Element | Integer) -> Tensor:
@@ -320,9 +335,6 @@ def _values(x: Tensor, bits: Tensor, element: Element | Integer) -> Tensor:
         upper = torch.where(magnitude < 4, magnitude.round(), ((magnitude * 0.5).round() * 2).clamp(max=6))
         return torch.where(magnitude < 2, (magnitude * 2).round() * 0.5, upper).copysign(x)
     dropped = 23 - element.mantissa_bits
-    if element.exponent_bits == 8:
-        rounded = (bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)) & (-1 << dropped)
-        return torch.where((bits & _MAGNITUDE) > _EXPONENT, x, rounded.view(torch.float32))
     # Adding 1.5 * 2^23 quanta leaves no bit below the quantum: the addition itself rounds to even.
     power = (bits & _EXPONENT).clamp(_bits(element.min_normal), _bits(2.0**element.max_exponent))
     magic = (power + (dropped << 23) + (1 << 22)).view(torch.float32)
@@ -340,8 +352,6 @@ def _decoded(codes: Tensor, element: Element | Integer) -> Tensor:
         return codes.to(torch.float32)
     codes, mantissa_bits = codes.to(torch.int32), element.mantissa_bits
     magnitude = codes & (element.sign_code - 1)
-    if element.exponent_bits == 8:
-        return (codes << (32 - element.bits)).view(torch.float32)
     normal = ((magnitude << (23 - mantissa_bits)) + ((127 - element.bias) << 23)).view(torch.float32)
     subnormal = magnitude.to(torch.float32) * element.smallest
     values = torch.where(magnitude < (1 << mantissa_bits), subnormal, normal)
@@ -376,5 +386,7 @@ def _attempt(function: Callable, *arguments):
     except torch._dynamo.exc.TorchDynamoException as error:
         _failed = True
         reason = str(error).strip().splitlines()[0]
-        warnings.warn(f"formats are not compiled, eager torch does the same more slowly: {reason}", stacklevel=3)
+        warnings.warn(
+            f"formats are not compiled, eager torch does the same more slowly: {reason}", stacklevel=3
+        )
         return None
