@@ -57,7 +57,7 @@ class Gain:
 
 def is_scaled(format: Format) -> bool:
     """Whether values share a scale."""
-    return format.granularity is not None
+    return format.recipe is not None
 
 
 def relative_rounding_error(format: Format, states: torch.Tensor, seed: int = 0) -> float:

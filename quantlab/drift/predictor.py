@@ -233,10 +233,9 @@ def rounding_noise(format: Format, state: torch.Tensor) -> torch.Tensor:
         batch, heads, value_dim, key_dim = state.shape
         numbers = torch.zeros(batch, dtype=torch.int64)
         words = random_words((batch, heads, value_dim, key_dim), 1, numbers, torch.arange(batch), 0, 0)
-    residual = torch.zeros_like(state) if format.error_feedback else None
     lost = ~torch.isfinite(state).flatten(2).all(-1)
     state = state.masked_fill(lost[..., None, None], 0.0)
-    encoded = format.quantize(state, words, residual)
+    encoded = format.quantize(state, words)
     error = (format.dequantize(encoded).double() - state.double()).flatten(2).norm(dim=-1)
     norm = state.double().flatten(2).norm(dim=-1)
     return torch.where(norm > 0, error / norm, torch.zeros_like(error)).masked_fill(lost, torch.inf)

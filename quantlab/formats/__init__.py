@@ -1,19 +1,23 @@
 """What a stored number is: ``parse(text)`` gives a Format that quantizes, dequantizes and counts its bits."""
 
-from quantlab.formats.format import Encoded, Format
+from quantlab.formats.format import Format
 from quantlab.formats.grammar import parse
-from quantlab.formats.packing import pack_nibbles, unpack_nibbles
+from quantlab.formats.packing import pack_bits, pack_nibbles, unpack_bits, unpack_nibbles
 from quantlab.formats.random import philox_4x32, random_words
 from quantlab.formats.rows import format_markdown, format_rows
+from quantlab.formats.storage import Encoded, Packed
 
 __all__ = [
     "Encoded",
     "Format",
+    "Packed",
     "format_markdown",
     "format_rows",
+    "pack_bits",
     "pack_nibbles",
     "parse",
     "philox_4x32",
     "random_words",
+    "unpack_bits",
     "unpack_nibbles",
 ]

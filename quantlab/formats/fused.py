@@ -1,6 +1,7 @@
 """The element codec of rounding.py for float32 tensors, in few passes over memory and bit-equal to it.
 
 Tests compare every function here with its readable twin.  The simulator's inner loop runs through this file.
+An element without a NaN must not meet one here: ``replace_nan_`` first.
 """
 
 import math
@@ -9,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quantlab.formats.rounding import decode_fields
+from quantlab.formats.rounding import EXACT_BITS, Rounding, decode_fields
 from quantlab.formats.table import Element, Integer, Overflow
 
 # Elements that torch can convert from float32 with one rounding to nearest even.
@@ -19,15 +20,7 @@ _NATIVE = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
 }
-_CODE_VIEWS = {1: torch.uint8, 2: torch.int16}
 _EXPONENT = 0x7F800000
-
-
-def serves(x: Tensor, element: Element | Integer) -> bool:
-    """Whether this file can encode x: float32, and an element whose rounding constants fit its exponents."""
-    if x.dtype != torch.float32:
-        return False
-    return isinstance(element, Integer) or element.name in _NATIVE or element.max_exponent + 26 < 128
 
 
 def has_nan(x: Tensor) -> bool:
@@ -35,47 +28,112 @@ def has_nan(x: Tensor) -> bool:
     return x.numel() > 0 and math.isnan(x.amax().item())
 
 
-def round_values(x: Tensor, element: Element | Integer, words: Tensor | None, bits: int) -> Tensor:
+def replace_nan_(x: Tensor, element: Element | Integer) -> Tensor:
+    """In place, what rounding.py makes of NaN where the element has none: the largest number, 0 for integers."""
+    if isinstance(element, Integer):
+        return x.masked_fill_(x.isnan(), 0.0)
+    return x if element.nan_code is not None else x.masked_fill_(x.isnan(), element.max)
+
+
+def serves(x: Tensor, element: Element | Integer) -> bool:
+    """Whether this file can encode x: float32, and an element whose rounding constants fit its exponents."""
+    if x.dtype != torch.float32:
+        return False
+    return isinstance(element, Integer) or element.exponent_bits == 8 or element.max_exponent + 26 < 128
+
+
+def round_values(
+    x: Tensor,
+    element: Element | Integer,
+    rounding: Rounding = Rounding.NEAREST,
+    words: Tensor | None = None,
+    bits: int = EXACT_BITS,
+) -> Tensor:
     """float32 x -> the float32 values that its codes decode to, in a new tensor."""
-    native = _NATIVE.get(element.name)
-    if words is None and native is not None and element.bits == 16:
-        return x.to(native).to(torch.float32)
-    return round_values_(x.clone(), x, element, words, bits)
+    if rounding is Rounding.NEAREST and _converts(element) and element.bits == 16:
+        return x.to(_NATIVE[element.name]).to(torch.float32)
+    return round_values_(x.clone(), x, element, rounding, words, bits)
 
 
 def round_values_(
-    x: Tensor, signs: Tensor, element: Element | Integer, words: Tensor | None, bits: int
+    x: Tensor,
+    signs: Tensor,
+    element: Element | Integer,
+    rounding: Rounding,
+    words: Tensor | None,
+    bits: int,
 ) -> Tensor:
     """Like round_values, overwriting x; ``signs`` is a tensor with the signs of x."""
     if isinstance(element, Integer):
-        values = x.round_() if words is None else _stochastic(x, None, words, bits)
+        if rounding is Rounding.STOCHASTIC:
+            values = _stochastic(x, None, words, bits)
+        else:
+            values = x.round_() if rounding is Rounding.NEAREST else x.trunc_()
         # An integer has one zero; adding +0.0 turns the -0.0 of a rounded negative into it.
         return values.clamp_(-element.max, element.max).add_(0.0)
+    if element.exponent_bits == 8:
+        return _round_mantissa(x, element, rounding, words, bits)
     # Beyond 2^(max_exponent + 1) every rounding overflows, so the cap changes no result.
     saturate = element.overflow is Overflow.SATURATE
-    cap = element.max if saturate else 2.0 ** (element.max_exponent + 1)
-    if cap < torch.finfo(torch.float32).max:
-        x.clamp_(-cap, cap)
+    infinite = x.isinf() if rounding is Rounding.TOWARD_ZERO and not saturate else None
+    cap = element.max if saturate or infinite is not None else 2.0 ** (element.max_exponent + 1)
+    x.clamp_(-cap, cap)
     # The power of two at or below |x|, within the normal numbers: quantum * 2^mantissa_bits.
     power = (x.view(torch.int32) & _EXPONENT).view(torch.float32)
     power.clamp_(element.min_normal, 2.0**element.max_exponent)
-    if words is None:
+    if rounding is Rounding.NEAREST:
         # Adding 1.5 * 2^23 quanta leaves no bit below the quantum: the addition itself rounds to even.
         magic = power.mul_(1.5 * 2.0 ** (23 - element.mantissa_bits))
         values = x.add_(magic).sub_(magic)
+    elif rounding is Rounding.TOWARD_ZERO:
+        # The quotient has at most 24 significant bits, so truncation and both products are exact.
+        quantum = power.mul_(element.eps)
+        values = x.div_(quantum).trunc_().mul_(quantum)
     else:
         quantum = power.to(torch.float64).mul_(element.eps)
         values = _stochastic(x.abs_(), quantum, words, bits)
     if not saturate:
-        values.masked_fill_(values.abs() > element.max, torch.inf)
+        beyond = values.abs() > element.max if infinite is None else infinite
+        values.masked_fill_(beyond, torch.inf if element.overflow is Overflow.INFINITY else torch.nan)
     return values.copysign_(signs)
 
 
-def _stochastic(x: Tensor, quantum: Tensor | None, words: Tensor, bits: int) -> Tensor:
+def _round_mantissa(
+    x: Tensor, element: Element, rounding: Rounding, words: Tensor | None, bits: int
+) -> Tensor:
+    """Elements with float32's own exponents: integer arithmetic on the bits, a carry moves the exponent."""
+    saturate = element.overflow is Overflow.SATURATE
+    dropped = 23 - element.mantissa_bits
+    pattern = x.view(torch.int32)
+    keep = -1 << dropped
+    special = (pattern & _EXPONENT) == _EXPONENT
+    if rounding is Rounding.NEAREST:
+        rounded = pattern + ((1 << (dropped - 1)) - 1) + ((pattern >> dropped) & 1)
+    elif rounding is Rounding.TOWARD_ZERO:
+        rounded = pattern
+    else:
+        assert words is not None
+        low = words & ((1 << bits) - 1)
+        # The discarded field is ``dropped`` bits wide: fewer random bits meet its top, more never reach it.
+        noise = low << (dropped - bits) if bits <= dropped else low >> (bits - dropped)
+        field = pattern & ((1 << dropped) - 1)
+        if bits < dropped:
+            field = field & (-1 << (dropped - bits))
+        rounded = pattern + torch.where(field + noise >= 1 << dropped, 1 << dropped, 0).to(torch.int32)
+    values = torch.where(special, x, (rounded & keep).view(torch.float32))
+    if saturate:
+        values = values.clamp(-element.max, element.max)
+    elif element.overflow is Overflow.NAN:
+        values = values.masked_fill(values.isinf(), torch.nan).copysign(x)
+    return values
+
+
+def _stochastic(x: Tensor, quantum: Tensor | None, words: Tensor | None, bits: int) -> Tensor:
     """float32 x rounded to a multiple of ``quantum`` (None = 1) by the rule of rounding.py; NaN stays.
 
-    Every step is exact in float64: at most 11 integer bits (fp16) and 32 random ones.
+    Every step is exact in float64: at most 16 integer bits (int16) and 32 random ones.
     """
+    assert words is not None
     units = x.to(torch.float64)
     if quantum is not None:
         units.div_(quantum)
@@ -86,35 +144,62 @@ def _stochastic(x: Tensor, quantum: Tensor | None, words: Tensor, bits: int) -> 
     return units.to(torch.float32)
 
 
-def encode(x: Tensor, element: Element | Integer, words: Tensor | None, bits: int) -> Tensor:
-    """float32 x -> codes: int8 integers, uint8 or int16 bit patterns."""
-    if isinstance(element, Integer):
-        return round_values(x, element, words, bits).to(torch.int8)
+def encode(
+    x: Tensor,
+    element: Element | Integer,
+    rounding: Rounding = Rounding.NEAREST,
+    words: Tensor | None = None,
+    bits: int = EXACT_BITS,
+) -> Tensor:
+    """float32 x -> codes in their storage dtype (``code_dtype``)."""
     native = _NATIVE.get(element.name)
-    if words is not None or native is None:
-        values = round_values(x, element, words, bits)
-    else:
+    if isinstance(element, Integer):
+        return round_values(x, element, rounding, words, bits).to(code_dtype(element))
+    if rounding is Rounding.NEAREST and _converts(element):
         # torch's own overflow differs between its FP8 types and releases: saturate here.
         values = x.clamp(-element.max, element.max) if element.overflow is Overflow.SATURATE else x
-    if native is None:
-        codes = _codes_of_values(values, element)
     else:
-        codes = values.to(native).view(_CODE_VIEWS[native.itemsize])
-    return _canonical_nan(codes, x, element) if element.nan_code is not None and has_nan(x) else codes
+        values = round_values(x, element, rounding, words, bits)
+    if native is not None:
+        codes = values.to(native).view(code_dtype(element))
+    elif element.exponent_bits == 8:
+        codes = values.contiguous().view(torch.int32) >> (23 - element.mantissa_bits)
+        codes = codes.bitwise_and_(2 * element.sign_code - 1).to(code_dtype(element))
+    else:
+        codes = _codes_of_values(values, element)
+    if element.nan_code is None:
+        return codes
+    return _canonical_nan(codes, values, x, element) if has_nan(values) else codes
 
 
-def _canonical_nan(codes: Tensor, x: Tensor, element: Element) -> Tensor:
+def _converts(element: Element | Integer) -> bool:
+    """Whether torch's own conversion gives the element's overflow (after a clamp where that saturates)."""
+    if element.name not in _NATIVE or isinstance(element, Integer):
+        return False
+    return element.overflow is (Overflow.INFINITY if element.name in ("bf16", "fp16") else Overflow.SATURATE)
+
+
+def code_dtype(element: Element | Integer) -> torch.dtype:
+    """What holds an unpacked code: signed integers for integers, otherwise the bit pattern."""
+    if element.bits <= 8:
+        return torch.int8 if isinstance(element, Integer) else torch.uint8
+    return torch.int16 if element.bits <= 16 else torch.int32
+
+
+def _canonical_nan(codes: Tensor, values: Tensor, x: Tensor, element: Element) -> Tensor:
     """One NaN code per sign: conversions leave payloads that differ between instructions."""
     assert element.nan_code is not None
     positive = torch.tensor(element.nan_code, device=x.device).to(codes.dtype)
     negative = torch.tensor(element.nan_code + element.sign_code, device=x.device).to(codes.dtype)
-    return torch.where(x.isnan(), torch.where(x.signbit(), negative, positive), codes)
+    return torch.where(values.isnan(), torch.where(x.signbit(), negative, positive), codes)
 
 
 def decode(codes: Tensor, element: Element | Integer) -> Tensor:
     """Codes -> float32 values, in new memory."""
     if isinstance(element, Integer):
         return codes.to(torch.float32)
+    if element.exponent_bits == 8:
+        return (codes.to(torch.int32) << (23 - element.mantissa_bits)).view(torch.float32)
     if codes.dtype == torch.int16:
         return codes.view(_NATIVE[element.name]).to(torch.float32)
     return _table(element, codes.device).index_select(0, codes.flatten().int()).view(codes.shape)

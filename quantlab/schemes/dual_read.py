@@ -23,7 +23,7 @@ from quantlab.formats import Encoded, parse, unpack_nibbles
 
 NVFP4 = parse("nvfp4")
 
-BLOCK = NVFP4.group(0)
+BLOCK = NVFP4.row.block
 """Elements of the key dim that share one E4M3 scale."""
 
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)

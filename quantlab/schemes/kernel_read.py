@@ -12,9 +12,10 @@ from quantlab.schemes.state import DecodeState
 def read_op(policy: Policy, family: str) -> str | None:
     """The op that reads for steps that do not flush under ``policy``, or None if only torch does."""
     copy = policy.read_copy
-    if family == "mamba2" and copy is not None and copy.name == "nvfp4" and copy.granularity == "matrix":
-        return "dual_read"
-    return None
+    if family != "mamba2" or copy is None or copy.name != "nvfp4" or copy.granularity != "matrix":
+        return None
+    # A library's global value has its own convention, and a rotated copy is not read by a plain product.
+    return "dual_read" if copy.profile is None and copy.hadamard is None else None
 
 
 def dual_read_arguments(state: DecodeState, inputs: StepInputs) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ from quantlab.recurrences import Recurrence
 from quantlab.schemes.policy import Policy
 
 _BUFFER_BYTES = {"bf16": 2, "fp16": 2}
-_RESIDUAL_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,10 @@ def ledger(policy: Policy, recurrence: Recurrence, shape: StateShape) -> ByteLed
     window, options = policy.window, policy.options
     raw = uses_raw(policy, recurrence)
     full = (shape.heads, shape.value_dim, shape.key_dim)
-    checkpoint = _bytes(policy.checkpoint, full, shape.values, residual=False)
-    residual = _bytes(policy.checkpoint, full, shape.values, residual=True) - checkpoint
-    copy = _bytes(policy.read_copy, full, shape.values, residual=False) if policy.read_copy else 0.0
+    stored = _bytes(policy.checkpoint, full)
+    served = _bytes(policy.read_copy, full) if policy.read_copy else dict.fromkeys(stored, 0.0)
+    # A short last block is padded: those bytes move with the others, and are named.
+    checkpoint, residual, copy = stored["copy"], stored["residual"], served["copy"]
 
     scalar = 8 if policy.checkpoint.name == "fp64" else 4  # gates stay in the dtype of the arithmetic
     width = scalar if options.buffer == "fp32" else _BUFFER_BYTES[options.buffer]
@@ -92,21 +92,27 @@ def ledger(policy: Policy, recurrence: Recurrence, shape: StateShape) -> ByteLed
     always_checkpoint = policy.read_copy is None or (
         recurrence.delta_rule and options.key_read == "checkpoint"
     )
+    checkpoint_reads = ((steps if always_checkpoint else 0) + 1) / window
+    copy_reads = (steps + flush_reads_copy) / window
+    padding = stored["padding"] + served["padding"]
     read = {
-        "checkpoint": checkpoint * ((steps if always_checkpoint else 0) + 1) / window,
-        "read copy": copy * (steps + flush_reads_copy) / window,
+        "checkpoint": checkpoint * checkpoint_reads,
+        "read copy": copy * copy_reads,
+        "padding": stored["padding"] * checkpoint_reads + served["padding"] * copy_reads,
         "residual": residual / window,
         "buffer": (read_record * steps * (steps - 1) / 2 + (fold_record + d * window_read) * steps) / window,
     }
     written = {
         "checkpoint": checkpoint / window,
         "read copy": copy / window,
+        "padding": padding / window,
         "residual": residual / window,
         "buffer": kept_record * steps / window,
     }
     held = {
         "checkpoint": checkpoint,
         "read copy": copy,
+        "padding": padding,
         "residual": residual,
         "buffer": float(kept_record * steps),
     }
@@ -119,8 +125,8 @@ def uses_raw(policy: Policy, recurrence: Recurrence) -> bool:
     return recurrence.delta_rule and policy.window > 1 and policy.options.contents != "derived"
 
 
-def _bytes(format: Format, shape: tuple[int, int, int], values: int, *, residual: bool) -> float:
-    total = format.bits_per_value(shape) * values / 8
-    if residual or not format.error_feedback:
-        return total
-    return total - _RESIDUAL_BYTES[format.error_feedback] * values
+def _bytes(format: Format, shape: tuple[int, int, int]) -> dict[str, float]:
+    """Bytes of one sequence's copy: what is read and written with it, its residual, its padding."""
+    parts = {name: bits / 8 for name, bits in format.stored_bits(shape).items()}
+    residual, padding = parts.pop("residual", 0.0), parts.pop("padding", 0.0)
+    return {"copy": sum(parts.values()), "residual": residual, "padding": padding}

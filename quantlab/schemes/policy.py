@@ -125,6 +125,9 @@ def _parse_options(texts: list[str], text: str) -> Options:
 def _check(policy: Policy, text: str) -> None:
     """Refuse combinations in which a part of the policy would never be used."""
     options = policy.options
+    if "tensor" in (policy.checkpoint.granularity, policy.read_copy and policy.read_copy.granularity):
+        expected = "a scale of one sequence: with :tensor every row of the batch would depend on the others"
+        raise InputError("policy", text, expected)
     if policy.read_copy is None:
         for key in ("key_read", "flush_read"):
             if getattr(options, key) != Options.__dataclass_fields__[key].default:

@@ -1,5 +1,6 @@
 """One stored copy of the state: its bits, its rounding, its random numbers."""
 
+from collections.abc import Callable
 from dataclasses import fields
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from quantlab.formats import Encoded, Format
 from quantlab.formats.random import random_words
+from quantlab.formats.storage import map_tensors
 
 CHECKPOINT_PART, READ_COPY_PART = 0, 1
 # A float32 residual is at most a step of the format, below this; their sum then stays finite.
@@ -35,7 +37,7 @@ class Store:
         self.sequence_ids = sequence_ids
         self.numbers = torch.full_like(sequence_ids, -1)
         self.decoded = torch.empty(0)
-        self.residual: Tensor | None = None
+        self.residual: Tensor | Encoded | None = None
         self._dense: Tensor | None = None
         self._encoded: Encoded | None = None
 
@@ -46,7 +48,7 @@ class Store:
         """
         if not torch.isfinite(dense.sum(dtype=torch.float64)):
             raise Diverged("the state holds NaN or Inf")
-        if self.residual is not None and bool((dense.abs() > _RESIDUAL_ROOM).any()):
+        if self.format.error_feedback and bool((dense.abs() > _RESIDUAL_ROOM).any()):
             raise Diverged("state and residual together are beyond float32")
         if rows is None:
             self.numbers = self.numbers + 1
@@ -54,7 +56,7 @@ class Store:
             self.decoded, self.residual = self._round(dense, self.residual, self.numbers, self.sequence_ids)
             return
         numbers, ids = self.numbers[rows] + 1, self.sequence_ids[rows]
-        residual = None if self.residual is None else self.residual[rows]
+        residual = None if self.residual is None else _map(self.residual, lambda t: t[rows])
         encoded = self._encode(dense, residual, numbers, ids)
         self._encoded = _put_rows(self.encoded, rows, encoded)
         self._dense = None
@@ -70,7 +72,8 @@ class Store:
         else:
             self.numbers = self.numbers.index_fill(0, rows, -1)
             if self.residual is not None:
-                self.residual = self.residual.index_fill(0, rows, 0.0)
+                # Codes of zero decode to zero under any scale.
+                self.residual = _map(self.residual, lambda t: t.index_fill(0, rows, 0))
         self.write(dense, rows)
 
     @property
@@ -84,21 +87,18 @@ class Store:
 
     def select(self, rows: Tensor) -> None:
         """Keep (or repeat) the rows named by ``rows``; a repeated row draws the same random numbers as its origin."""
-        self._encoded = _map(self.encoded, lambda t: t[rows])
+        self._encoded = map_tensors(self.encoded, lambda t: t[rows])
         self.residual = self._encoded.residual
         self.numbers, self.sequence_ids = self.numbers[rows], self.sequence_ids[rows]
         self.decoded = self.decoded[rows]
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored bits and counters, for ``save``."""
-        held = {f.name: getattr(self.encoded, f.name) for f in fields(Encoded)}
-        held = {name: value for name, value in held.items() if isinstance(value, Tensor)}
-        return held | {"numbers": self.numbers, "sequence_ids": self.sequence_ids}
+        return _flat(self.encoded) | {"numbers": self.numbers, "sequence_ids": self.sequence_ids}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take over what ``tensors`` returned."""
-        names = {f.name for f in fields(Encoded)}
-        encoded = Encoded(**{name: tensors.get(name) for name in names})  # pyright: ignore[reportArgumentType]
+        encoded = _unflat(tensors)
         self._dense, self._encoded, self.residual = None, encoded, encoded.residual
         self.decoded = self._decode(encoded)
         self.numbers, self.sequence_ids = tensors["numbers"], tensors["sequence_ids"]
@@ -111,14 +111,14 @@ class Store:
             (batch, heads, value_dim, key_dim), self.seed, numbers, ids, self.layer, self.part
         )
 
-    def _encode(self, dense: Tensor, residual: Tensor | None, numbers: Tensor, ids: Tensor) -> Encoded:
-        if self.format.error_feedback and residual is None:
-            residual = torch.zeros_like(dense)
+    def _encode(
+        self, dense: Tensor, residual: Tensor | Encoded | None, numbers: Tensor, ids: Tensor
+    ) -> Encoded:
         return self.format.quantize(dense, self._words(dense.shape, numbers, ids), residual)
 
     def _round(
-        self, dense: Tensor, residual: Tensor | None, numbers: Tensor, ids: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+        self, dense: Tensor, residual: Tensor | Encoded | None, numbers: Tensor, ids: Tensor
+    ) -> tuple[Tensor, Tensor | Encoded | None]:
         if self.format.error_feedback:
             # The residual is part of the bits, so there is no way around the codes here.
             self._encoded = self._encode(dense, residual, numbers, ids)
@@ -131,14 +131,29 @@ class Store:
         return self.format.dequantize(encoded).to(self.dtype)
 
 
-def _map(encoded: Encoded, function) -> Encoded:
-    values = {f.name: getattr(encoded, f.name) for f in fields(Encoded)}
-    return Encoded(**{n: function(v) if isinstance(v, Tensor) else v for n, v in values.items()})
+def _map(residual: Tensor | Encoded, function: Callable[[Tensor], Tensor]) -> Tensor | Encoded:
+    return map_tensors(residual, function) if isinstance(residual, Encoded) else function(residual)
+
+
+def _flat(encoded: Encoded, prefix: str = "") -> dict[str, Tensor]:
+    """Tensors by name, those of an encoded residual as "residual.codes" and so on."""
+    flat: dict[str, Tensor] = {}
+    for part in fields(Encoded):
+        value = getattr(encoded, part.name)
+        if isinstance(value, Encoded):
+            flat |= _flat(value, f"{prefix}{part.name}.")
+        elif value is not None:
+            flat[prefix + part.name] = value
+    return flat
+
+
+def _unflat(tensors: dict[str, Tensor], prefix: str = "") -> Encoded:
+    parts: dict = {part.name: tensors.get(prefix + part.name) for part in fields(Encoded)}
+    if f"{prefix}residual.codes" in tensors:
+        parts["residual"] = _unflat(tensors, f"{prefix}residual.")
+    return Encoded(**parts)
 
 
 def _put_rows(target: Encoded, rows: Tensor, source: Encoded) -> Encoded:
-    def put(name: str):
-        old, new = getattr(target, name), getattr(source, name)
-        return old.index_copy(0, rows, new) if isinstance(old, Tensor) else old
-
-    return Encoded(**{f.name: put(f.name) for f in fields(Encoded)})
+    new = _flat(source)
+    return _unflat({name: old.index_copy(0, rows, new[name]) for name, old in _flat(target).items()})

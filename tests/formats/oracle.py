@@ -29,10 +29,13 @@ class Layout:
 
 
 LAYOUTS = {
+    "tf32": Layout(8, 10, 127, 0x3FC00, True, 0x3FE00),
     "bf16": Layout(8, 7, 127, 0x7F80, True, 0x7FC0),
     "fp16": Layout(5, 10, 15, 0x7C00, True, 0x7E00),
     "e5m2": Layout(5, 2, 15, 0x7C, False, 0x7E),
     "e4m3": Layout(4, 3, 7, 0x7F, False, 0x7F),
+    "e3m2": Layout(3, 2, 3, 32, False, None),
+    "e2m3": Layout(2, 3, 1, 32, False, None),
     "e2m1": Layout(2, 1, 1, 8, False, None),
 }
 
@@ -68,12 +71,19 @@ def grid_units(name: str) -> list[int]:
     return [*numbers, 2 * numbers[-1] - numbers[-2]]
 
 
-def round_code(name: str, x: float, random: int | None = None, bits: int = 0) -> int:
-    """The code of a finite or infinite float x: nearest even, or stochastic with ``bits`` random bits."""
+def round_code(
+    name: str, x: float, random: int | None = None, bits: int = 0, *, toward_zero: bool = False
+) -> int:
+    """The code of a finite or infinite float x: nearest even, toward zero, or with ``bits`` random bits."""
     layout, numbers = LAYOUTS[name], grid_units(name)
     sign = layout.sign_code if math.copysign(1, x) < 0 else 0
     last = layout.finite_codes - (0 if layout.infinity else 1)
-    if math.isinf(x) or (magnitude := units(x)) >= numbers[-1]:
+    if math.isinf(x):
+        return sign + last
+    magnitude = units(x)
+    if toward_zero:
+        return sign + bisect_right(numbers, magnitude, hi=len(numbers) - 1) - 1
+    if magnitude >= numbers[-1]:
         return sign + last
     low = bisect_right(numbers, magnitude) - 1
     offset, step = magnitude - numbers[low], numbers[low + 1] - numbers[low]

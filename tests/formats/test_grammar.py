@@ -8,7 +8,7 @@ import torch
 from quantlab.errors import InputError
 from quantlab.formats import format_rows, parse
 from quantlab.formats.rounding import Rounding
-from quantlab.formats.table import FORMATS, PLANNED_FORMATS
+from quantlab.formats.table import FORMATS
 
 CANONICAL = {
     "fp8": "fp8_e4m3",
@@ -23,6 +23,31 @@ CANONICAL = {
     "int8+ef.fp16": "int8+ef",
     "int8+ef.bf16": "int8+ef.bf16",
     "nvfp4:row+ef.fp32": "nvfp4:row+ef.fp32",
+    "nvfp4:head": "nvfp4",
+    "nvfp4:tensor": "nvfp4:tensor",
+    "int8+ef.int4": "int8+ef.int4",
+    "int8+ef.fp8": "int8+ef.fp8_e4m3",
+    "int16:tile32+scale.recip": "int16:tile32+scale.recip",
+    "fp8+scale.240": "fp8_e4m3+scale.240",
+    "fp8:head+scale.240.recip": "fp8_e4m3:head+scale.240.recip",
+    "int4+scale.max": "int4",
+    "mxfp4+scale.rceil": "mxfp4",
+    "mxfp6_e2m3+scale.even+sr16": "mxfp6_e2m3+scale.even+sr16",
+    "mxfp8_e5m2+rz": "mxfp8_e5m2+rz",
+    "nvfp4+floor.2^-9+scale.rne": "nvfp4",
+    "nvfp4+floor.0+scale.ceil": "nvfp4+scale.ceil+floor.0",
+    "nvfp4+4over6": "nvfp4+4over6",
+    "nvfp4+4over6.mse.256": "nvfp4+4over6",
+    "nvfp4+4over6.448": "nvfp4+4over6.448",
+    "nvfp4+4over6.absmax.256": "nvfp4+4over6.absmax",
+    "nvfp4+4over6.mae.448": "nvfp4+4over6.mae.448",
+    "e4m3+overflow.saturate": "e4m3",
+    "e4m3+overflow.nan": "e4m3+overflow.nan",
+    "fp16+overflow.saturate+sr13": "fp16+overflow.saturate+sr13",
+    "int8+sr+hadamard": "int8+hadamard+sr",
+    "nvfp4+hadamard.0": "nvfp4+hadamard",
+    "nvfp4+hadamard.7": "nvfp4+hadamard.7",
+    "tf32+rz": "tf32+rz",
 }
 
 
@@ -47,32 +72,15 @@ def test_fields():
 
 
 @pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        *((name, name) for name in PLANNED_FORMATS),
-        ("int8:tile32", "int8:tile32"),
-        ("fp8:head", "fp8_e4m3:head"),
-        ("nvfp4+as.modelopt", r"\+as"),
-        ("nvfp4+scale.ceil", r"\+scale"),
-        ("nvfp4+floor.0", r"\+floor"),
-        ("nvfp4+4over6.mse.256", r"\+4over6"),
-        ("nvfp4+hadamard", r"\+hadamard"),
-    ],
-)
-def test_what_is_not_built_says_so(text, part):
-    with pytest.raises(InputError, match=rf"^format .*{part} is not built yet$"):
-        parse(text)
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("nvfp5", r"^format 'nvfp5': expected one of bf16, .*\(nearest: nvfp4\)$"),
         ("", r"^format '': expected one of bf16"),
         ("NVFP4", r"^format 'NVFP4': expected one of"),
-        ("int8:foo", "expected int8 with granularity row or block32"),
+        ("int8:foo", "expected int8 with granularity row or block32 or tile32 or head"),
+        ("mxfp4:row", "expected mxfp4 without a granularity"),
         ("int8:", "expected int8 with granularity"),
-        ("nvfp4:head", "expected nvfp4 with granularity matrix or row or none"),
+        ("nvfp4:block32", "expected nvfp4 with granularity matrix or row or tensor or none"),
         ("bf16:row", "expected bf16 without a granularity"),
         ("fp32+sr", "expected no modifier: fp32 rounds nothing"),
         ("fp64+ef", "expected no modifier"),
@@ -80,11 +88,30 @@ def test_what_is_not_built_says_so(text, part):
         ("int8+ef+ef", "once"),
         ("int8+sr8+sr8", "once"),
         ("bf16+ef", "expected .ef on a scaled format"),
-        ("int8+ef.int4", "followed by fp16, fp32, bf16"),
+        ("int8+ef.int5", r"\+ef.<format> with fp16, fp32, bf16, tf32"),
+        ("int8+ef.fp64", r"\+ef.<format> with"),
+        ("int8+ef+rz", r"\+rz or \+ef, not both"),
+        ("int8+rz+sr", r"one of \+rz and \+sr, once"),
+        ("int8+scale.floor", r"expected int8\+scale.max or int8\+scale.recip"),
+        ("int8+scale", r"expected int8\+scale.max or"),
+        ("bf16+scale.max", r"expected bf16 without \+scale"),
+        ("mxfp4+floor.0", r"expected mxfp4 without \+floor"),
+        ("nvfp4+floor.2", r"expected nvfp4\+floor.0 or nvfp4\+floor.2\^-9 or"),
+        ("nvfp4+4over6.rms", r"expected nvfp4\+4over6\[.mse"),
+        ("nvfp4+4over6.256.mse", r"expected nvfp4\+4over6\[.mse"),
+        ("mxfp4+4over6", r"expected nvfp4\+4over6\[.mse"),
+        ("e2m1+overflow.nan", r"expected e2m1\+overflow.saturate$"),
+        ("e4m3+overflow.infinity", r"expected e4m3\+overflow.saturate or e4m3\+overflow.nan"),
+        ("int8+overflow.saturate", r"expected int8 without \+overflow"),
+        ("e4m3+hadamard", "hadamard.* on a scaled format"),
+        ("nvfp4+hadamard.-1", "seed a whole number"),
+        ("tf32+rz.1", r"\+rz without an argument"),
+        ("fp16+sr.13", r"not \+sr.13$"),
+        ("nvfp4+as.nobody", "expected nvfp4"),
         ("fp16+sr0", "1 to 32"),
         ("fp16+sr33", "1 to 32"),
-        ("int8+rn", r"modifiers \+sr"),
-        ("int8+", r"modifiers \+sr"),
+        ("int8+rn", r"modifiers \+as.<library>, \+scale"),
+        ("int8+", r"modifiers \+as.<library>, \+scale"),
         ("int8 +sr", "expected one of"),
     ],
 )
@@ -111,7 +138,18 @@ def test_bad_text_is_one_clear_line(text, message):
         ("nvfp4", (2, 8, 64, 128), 4 + 8 / 16 + 32 / (64 * 128)),
         ("nvfp4:row", (2, 8, 64, 128), 4 + 8 / 16 + 32 / 128),
         ("nvfp4:none", (128, 128), 4.5),
-        ("nvfp4:none", (5, 17), (9 * 8 + 2 * 8) / 17),  # 9 bytes of nibbles, 2 scales
+        ("nvfp4:none", (5, 17), (32 * 4 + 2 * 8) / 17),  # two whole blocks, 2 scales
+        ("tf32", (3, 5), 32),
+        ("e3m2", (3, 5), 8 * 4 / 5),  # 30 bits take 4 bytes
+        ("int4", (128, 128), 4 + 32 / 128),
+        ("int16:head", (4, 128, 64), 16 + 32 / (128 * 64)),
+        ("fp8:tile32", (2, 80, 64), 8 + 3 * 32 / (80 * 64)),  # 80 rows: two tiles and a short one
+        ("mxfp4", (128, 128), 4.25),
+        ("mxfp6_e3m2", (128, 128), 6.25),
+        ("mxfp8_e4m3", (128, 128), 8.25),
+        ("mxfp6_e2m3", (4, 40), (64 * 6 + 2 * 8) / 40),
+        ("int8+ef.int4", (128, 128), 8 + 32 / 128 + 4 + 32 / 128),
+        ("nvfp4:tensor", (2, 4, 64), 4.5 + 32 / 512),
     ],
 )
 def test_bits_per_value(text, shape, bits):
@@ -141,5 +179,5 @@ def test_rows_for_people():
     assert rows["fp16"]["min_normal"] == 2.0**-14
     assert rows["nvfp4"]["bits_per_value"] == 4.501953125
     assert rows["fp32"]["rounding"] == ["none"]
-    assert rows["int8"]["rounding"] == ["nearest", "stochastic", "error feedback"]
-    assert rows["int8"]["granularity"] == ["row", "block32"]
+    assert rows["int8"]["rounding"] == ["nearest", "toward zero", "stochastic", "error feedback"]
+    assert rows["int8"]["granularity"] == ["row", "block32", "tile32", "head"]

@@ -40,7 +40,7 @@ def states(draw, low: int = -8, high: int = 8) -> np.ndarray:
 
 
 def both(text: str, x: np.ndarray) -> torch.Tensor:
-    return parse(text).round(torch.from_numpy(x))
+    return parse(text).round(torch.from_numpy(x), specials="hardware")
 
 
 @pytest.mark.parametrize("name", ELEMENTS)

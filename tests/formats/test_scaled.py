@@ -116,19 +116,26 @@ def test_non_finite_is_refused(text, bad):
     x = torch.ones(2, 2, 32)
     x[1, 0, 3] = bad
     for call in (parse(text).quantize, parse(text).round):
-        with pytest.raises(InputError, match=r"^x 'NaN or Inf': expected finite values"):
+        with pytest.raises(
+            InputError, match=rf"^x '{bad} at \(1, 0, 3\)': expected numbers that .* can store"
+        ):
             call(x)
 
 
 @pytest.mark.parametrize("text", ["fp8_e4m3", "fp8_e5m2:block32"])
-def test_fp8_keeps_nan_and_saturates_inf(text):
+def test_fp8_keeps_nan_and_as_hardware_saturates_inf(text):
     fmt = parse(text)
     x = torch.linspace(-1, 1, 64).repeat(3, 1)
     clean = fmt.round(x)
     x[0, 3] = math.nan
+    assert fmt.round(x)[0, 3].isnan()
+    assert torch.equal(fmt.round(x)[1:], clean[1:])
     x[1, 5] = -math.inf
-    value = fmt.round(x)
-    assert torch.equal(value.nan_to_num(7.0), fmt.dequantize(fmt.quantize(x)).nan_to_num(7.0))
+    with pytest.raises(InputError, match=r"^x '-inf at \(1, 5\)'"):
+        fmt.round(x)
+    value = fmt.round(x, specials="hardware")
+    stored = fmt.dequantize(fmt.quantize(x, specials="hardware"))
+    assert torch.equal(value.nan_to_num(7.0), stored.nan_to_num(7.0))
     assert value[0, 3].isnan()
     assert torch.equal(value[0, 4:], clean[0, 4:])  # the neighbours of a NaN are untouched
     assert value[1, 5] == -LARGEST

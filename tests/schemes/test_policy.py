@@ -106,7 +106,7 @@ def test_round_trip(checkpoint, copy, window, options, reads):
         ("fp32/nvfp4@1", "not exercised"),
         ("fp32@1:buffer=bf16", "window 1 has no buffer"),
         ("fp32/int8+ef@16", "error feedback on the checkpoint only"),
-        ("mxfp4@16", "not built yet"),
+        ("fp32/nvfp4:tensor@16", "a scale of one sequence"),
         (7, "for example"),
     ],
 )

@@ -1,0 +1,80 @@
+"""One FP32 scale a group of values: integers and FP8, as recurrent-state kernels store them.
+
+decode scale = amax / largest, 1.0 for a group of zeros; code = round(x / scale); value = code * scale.
+``recip``, the order of those kernels: encode = largest / amax; code = round(x * encode); stored = 1 / encode.
+All arithmetic is float32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantlab.formats.groups import Groups
+from quantlab.formats.recipe import Scales, largest_scale
+from quantlab.formats.rounding import divide, multiply
+from quantlab.formats.table import FLOAT_ELEMENTS, Element, Integer
+
+_TINY = FLOAT_ELEMENTS["fp32"].smallest
+_MAX = FLOAT_ELEMENTS["fp32"].max
+GROUPS = {
+    "row": Groups(),
+    "block32": Groups(columns=32),
+    "tile32": Groups(rows=32),
+    "head": Groups(rows=None),
+}
+
+
+@dataclass(frozen=True)
+class FloatScaled:
+    """scale "max" or "recip" with the element's largest number, or "240", "240.recip" with another one.
+
+    A denominator below the largest number leaves headroom; codes use less of the element.
+    """
+
+    element: Element | Integer
+    granularity: str
+    scale: str
+    cast = None
+
+    @property
+    def groups(self) -> Groups:
+        return GROUPS[self.granularity]
+
+    @property
+    def largest(self) -> float:
+        number = self.scale.removesuffix("recip").rstrip(".")
+        return self.element.max if number in ("", "max") else float(number)
+
+    @property
+    def stores_reciprocal(self) -> bool:
+        return self.scale.endswith("recip")
+
+    def scales(self, x: Tensor) -> Scales:
+        amax = self.groups.amax(x)
+        if self.stores_reciprocal:
+            return Scales(1.0 / self._encode_scale(amax))
+        scales = divide(amax, self.largest).clamp_(min=_TINY, max=largest_scale(self.element.max))
+        return Scales(scales.masked_fill_(amax == 0, 1.0))
+
+    def quotient(self, x: Tensor, scales: Scales) -> Tensor:
+        if self.stores_reciprocal:
+            # The encode scale is not a function of the stored one: 1 / (1 / e) need not be e.
+            encode = self._encode_scale(self.groups.amax(x))
+            values, encode = self.groups.align(x, encode)
+            return multiply(values, encode).view(x.shape)
+        values, divisors = self.groups.align(x, scales.stored)
+        return divide(values, divisors).view(x.shape)
+
+    def decode(self, values: Tensor, scales: Scales) -> Tensor:
+        aligned, factors = self.groups.align(values, scales.stored)
+        aligned *= factors
+        return values
+
+    def _encode_scale(self, amax: Tensor) -> Tensor:
+        """largest / amax, 1.0 for zeros; kept finite and with a finite reciprocal."""
+        numerator = torch.full_like(amax, self.largest, dtype=torch.float32)
+        encode = (numerator / amax.to(torch.float32)).clamp_(
+            max=_MAX, min=1.0 / largest_scale(self.element.max)
+        )
+        return encode.masked_fill_(amax == 0, 1.0)
