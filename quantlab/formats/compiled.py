@@ -44,7 +44,9 @@ def quantize(fmt: Format, x: Tensor, random_bits: Tensor | None = None) -> Encod
     The first call for a kind of format compiles, which takes seconds.  Without a C++ compiler one warning says so,
     and the Format does the work from then on.
     """
-    encoded = _attempt(_quantize, fmt, x) if _serves(fmt, x, torch.float32) else None
+    encoded = None
+    if random_bits is None and _serves(fmt, x, torch.float32):
+        encoded = _attempt(_quantize, fmt, x)
     return fmt.quantize(x, random_bits) if encoded is None else encoded
 
 
@@ -57,7 +59,9 @@ def dequantize(fmt: Format, encoded: Encoded) -> Tensor:
 
 def round(fmt: Format, x: Tensor, random_bits: Tensor | None = None) -> Tensor:
     """``fmt.round(x, random_bits)``, bit for bit and with its errors; otherwise as ``quantize``."""
-    values = _attempt(_round, fmt, x) if _serves(fmt, x, torch.float32) else None
+    values = None
+    if random_bits is None and _serves(fmt, x, torch.float32):
+        values = _attempt(_round, fmt, x)
     return fmt.round(x, random_bits) if values is None else values
 
 
@@ -141,10 +145,8 @@ def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def _admits(fmt: Format, amax: Tensor) -> bool:
     """Whether no NaN or Inf is there that the Format may refuse."""
     element = fmt.element
-    return (
-        (isinstance(element, Element)
-        and element.infinity_code is not None)
-        or math.isfinite(amax.amax().item())
+    return (isinstance(element, Element) and element.infinity_code is not None) or math.isfinite(
+        amax.amax().item()
     )
 
 
@@ -378,12 +380,14 @@ _failed = False
 
 def _attempt(function: Callable, *arguments):
     """function(*arguments); None if it cannot be compiled here, which is said once."""
+    from torch._dynamo.exc import TorchDynamoException  # slow to import, and not needed for small tensors
+
     global _failed
     if _failed:
         return None
     try:
         return function(*arguments)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except TorchDynamoException as error:
         _failed = True
         reason = str(error).strip().splitlines()[0]
         warnings.warn(
