@@ -167,9 +167,8 @@ def _environment() -> dict[str, str]:
 
 
 def _print(rows: list[dict], ratios: dict[str, list[float]]) -> None:
-    print(
-        f"{'task':<12} {'implementation':<30} {'ms':>8} {'quartiles':>15} {'of copy':>8} {'warm s':>7} {'peak':>5}  result"
-    )
+    header = f"{'task':<12} {'implementation':<30} {'ms':>8} {'quartiles':>15} {'of copy':>8} {'warm s':>7}"
+    print(f"{header} {'peak':>5}  result")
     for row in rows:
         if "median_ms" not in row:
             print(

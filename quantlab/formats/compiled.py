@@ -11,8 +11,11 @@ other, which it does a lane at a time.  So bits are viewed outside of the loop w
 becomes a byte by way of float32, whose conversion is vectorized.
 """
 
+import ctypes
 import dataclasses
 import math
+import mmap
+import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -24,7 +27,7 @@ from torch import Tensor
 from quantlab.formats import fused
 from quantlab.formats.float_scales import FloatScaled
 from quantlab.formats.format import Format
-from quantlab.formats.mx import BLOCKS, SCALE_BIAS, Mx, decode_scales, scale_codes
+from quantlab.formats.mx import SCALE_BIAS, Mx, decode_scales, scale_codes
 from quantlab.formats.nvfp4 import BLOCK, SCALE_ELEMENT, Nvfp4, spread
 from quantlab.formats.recipe import Scales
 from quantlab.formats.rounding import Rounding
@@ -86,11 +89,13 @@ def _serves(fmt: Format, x: Tensor, dtype: torch.dtype) -> bool:
 
 def _group(fmt: Format, key_dim: int) -> int:
     """Values that share a scale, 0 where this file does not serve the recipe."""
-    recipe = fmt.recipe
-    if isinstance(recipe, FloatScaled):
-        group = {"row": key_dim, "block32": 32}.get("" if recipe.stores_reciprocal else recipe.granularity, 0)
-    else:
-        group = {Mx: BLOCKS.columns, Nvfp4: BLOCK}.get(type(recipe), 0) or 0
+    recipe, group = fmt.recipe, 0
+    if isinstance(recipe, FloatScaled) and not recipe.stores_reciprocal:
+        group = {"row": key_dim, "block32": 32}.get(recipe.granularity, 0)
+    elif isinstance(recipe, Mx):
+        group = 32
+    elif isinstance(recipe, Nvfp4) and recipe.scale == "rne":
+        group = BLOCK
     return group if group and key_dim % group == 0 else 0
 
 
@@ -110,14 +115,14 @@ def _quantize(fmt: Format, x: Tensor) -> Encoded | None:
 def _dequantize(fmt: Format, encoded: Encoded) -> Tensor | None:
     recipe, codes = fmt.recipe, encoded.codes.contiguous()
     if recipe is None or encoded.scales is None:
-        values = codes.to(torch.float32)
+        values = _empty(codes.shape).copy_(codes)
         _decode_loop(fmt.element)(values.view(-1))
         return values
     factors = _factors(recipe, Scales(encoded.scales.contiguous(), encoded.global_scale))
     if factors is None:
         return None
     # The loop would load bytes eight at a time by way of memory: torch's own conversion is faster, and in place.
-    values = codes.to(torch.float32)
+    values = _empty(codes.shape).copy_(codes)
     _decode_groups(fmt.element)(values.view(-1, _group(fmt, codes.shape[-1])), factors)
     return values
 
@@ -125,7 +130,9 @@ def _dequantize(fmt: Format, encoded: Encoded) -> Tensor | None:
 def _round(fmt: Format, x: Tensor) -> Tensor | None:
     x = x.detach().contiguous()
     if fmt.recipe is None:
-        values, amax = _round_loop(fmt.element)(*_rows(x))
+        rows, bits = _rows(x)
+        values = _empty(rows.shape)
+        amax = _round_loop(fmt.element)(rows, bits, values)
         return values.view(x.shape) if _admits(fmt, amax) else None
     groups = x.view(-1, _group(fmt, x.shape[-1]))
     scales = _scales(fmt, groups, x.shape)
@@ -133,7 +140,22 @@ def _round(fmt: Format, x: Tensor) -> Tensor | None:
     if scales is None or factors is None:
         return None
     divisors = _divisors(fmt.recipe, scales)
-    return _round_groups(fmt.element)(groups, divisors, factors).view(x.shape)
+    values = _empty(groups.shape)
+    _round_groups(fmt.element)(groups, divisors, factors, values)
+    return values.view(x.shape)
+
+
+def _empty(shape: torch.Size) -> Tensor:
+    """New float32 memory, in huge pages where Linux has them on request: to fault in 4 KiB pages costs a large
+    tensor more time than its arithmetic."""
+    values = torch.empty(shape, dtype=torch.float32)
+    if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
+        start = -(-values.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (values.data_ptr() + values.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        if length > 0:
+            # Advice: what the kernel does with it changes no result, so a refusal is of no interest.
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+    return values
 
 
 def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,8 +283,9 @@ def _encode_loop(element: Element | Integer) -> _Loop:
 
 @cache
 def _round_loop(element: Element | Integer) -> _Loop:
-    def round_values(x: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-        return _values(x, bits, element), x.abs().amax(-1)
+    def round_values(x: Tensor, bits: Tensor, output: Tensor) -> Tensor:
+        output.copy_(_values(x, bits, element))
+        return x.abs().amax(-1)
 
     return _Loop(round_values, both=True)
 
@@ -286,9 +309,9 @@ def _encode_groups(element: Element | Integer) -> _Loop:
 
 @cache
 def _round_groups(element: Element | Integer) -> _Loop:
-    def round_values(x: Tensor, divisors: Tensor, factors: Tensor) -> Tensor:
+    def round_values(x: Tensor, divisors: Tensor, factors: Tensor, output: Tensor) -> None:
         quotient = x / divisors
-        return _values(quotient, quotient.view(torch.int32), element) * factors
+        output.copy_(_values(quotient, quotient.view(torch.int32), element) * factors)
 
     return _Loop(round_values, both=True)
 
