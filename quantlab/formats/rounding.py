@@ -49,8 +49,8 @@ def encode_element(
     """Codes (int64) of x (float32 or float64).  One rounding, straight from x; the sign of zero is kept.
 
     NaN becomes the positive quiet NaN (its sign belongs to the processor that made it), or, where the element has
-    no NaN, the largest number, as the hardware conversions have it.  Stochastic rounding acts on the magnitude.  Toward zero, nothing finite
-    overflows.
+    no NaN, the largest number, as the hardware conversions have it.  Stochastic rounding acts on the magnitude.
+    Toward zero, nothing finite overflows.
     """
     x = x.to(torch.float64)
     nan = torch.isnan(x)
