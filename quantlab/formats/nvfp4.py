@@ -37,6 +37,13 @@ class Nvfp4(DividingRecipe):
     scale: "rne", or "ceil" that rounds block scales up, so that no block's largest value saturates.  What exceeds
     an E4M3 number by float32 roundings alone, below 2^-21, is not taken up: an unchanged block that is stored again
     would else take the next scale, 1/8 coarser, whenever its global scale moves by an ulp.
+
+    Error of a value x under the product m of both scales, with h(q) half the distance of the codes around q = x / m
+    (1/4, 1/2, 1 up to 2, 4, 6): |value - x| <= h * m + 2^-22 |x|, the last for the float32 roundings of quotient and
+    product.  Ties attain h * m: 5 beside 6 under the scale 1.  Toward zero and stochastic: below 2 h * m.
+    Saturation: a scale rounded to nearest is at most 1/17 too small, so that q stays below 6.4 and the bound holds
+    with h = 1.  Where it is subnormal, for a < 6 * 2^-6 * global, q may come close to 9 and lose 3 m; "ceil" excludes
+    both.  With "none" everything beyond 2688 is lost.  The floor "0" drops blocks with a <= 6 * 2^-10 * global.
     """
 
     granularity: str = "matrix"
