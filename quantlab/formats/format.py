@@ -124,6 +124,7 @@ class Format:
         scales are derived a NaN does not count.  A library profile then does what the library does.
         Nothing rounds twice: an element is rounded once, straight from x, and the float32 arithmetic of a
         scaled format starts from x itself, so that equal numbers give equal bits whatever dtype holds them.
+        Except: a rotation works in float64 for float64; profiles and +4over6 round float64 to float32 first.
         float64 input takes the readable path.
         Errors: InputError for a wrong dtype or shape, and for NaN and Inf as above.
         """
