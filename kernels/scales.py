@@ -26,7 +26,7 @@ from quantlab.formats import Format
 from quantlab.formats.float_scales import FloatScaled
 from quantlab.formats.groups import Groups
 from quantlab.formats.mx import Mx, raising_mantissa
-from quantlab.formats.nvfp4 import CODE_MAX, FLOORS, SCALE_ELEMENT, Nvfp4
+from quantlab.formats.nvfp4 import CODE_MAX, FLOORS, ROUNDINGS, SCALE_ELEMENT, Nvfp4
 from quantlab.formats.recipe import largest_scale
 from quantlab.formats.table import FLOAT_ELEMENTS, Element
 from quantlab.kernels.decode import e8m0, element_value
@@ -69,6 +69,7 @@ class BlockOptions:
     element: Element
     code_max: float
     upward: bool
+    taken_up: float
     floor_code: int
 
 
@@ -87,7 +88,7 @@ def recipe_of(fmt: Format) -> Recipe:
         )
     if type(recipe) is Nvfp4:
         floor_code = int(FLOORS[recipe.floor] / SCALE_ELEMENT.smallest)
-        options = BlockOptions(SCALE_ELEMENT, CODE_MAX, recipe.scale == "ceil", floor_code)
+        options = BlockOptions(SCALE_ELEMENT, CODE_MAX, recipe.scale == "ceil", 1 - ROUNDINGS, floor_code)
         return Recipe(block_scale, divide, block_multiplier, multiply, options)
     if type(recipe) is Mx:
         bump = -(-raising_mantissa(recipe.element, recipe.mode) // 2**29)  # of float64's 52 mantissa bits
@@ -154,7 +155,7 @@ def block_scale(amax, shared, OPTIONS: tl.constexpr):
     quotient = tl.math.div_rn(amax, OPTIONS.code_max * shared)
     codes = encode(quotient, None, ELEMENT, "nearest", 32)
     if OPTIONS.upward:
-        below = element_value(codes, ELEMENT) < quotient
+        below = element_value(codes, ELEMENT) < quotient * OPTIONS.taken_up
         codes = tl.where(below & (codes < ELEMENT.max_code), codes + 1, codes)
     codes = tl.where(amax == 0, 0, tl.maximum(codes, OPTIONS.floor_code))
     multiplier = block_multiplier(codes, shared, OPTIONS)

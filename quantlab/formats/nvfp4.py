@@ -26,7 +26,7 @@ DEFAULT_FLOOR = "2^-9"
 _TINY = FLOAT_ELEMENTS["fp32"].smallest
 # What the float32 roundings of a stored block and of its re-derived global scale can add to a / (6 * global), in
 # units of a scale: four of 2^-24 and a step of the global scale, 2^-23, together below 2^-21.
-_ROUNDINGS = 2.0**-21
+ROUNDINGS = 2.0**-21
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Nvfp4(DividingRecipe):
         quotient = divide(amax, CODE_MAX * global_scale)
         values = fused.round_values(quotient, SCALE_ELEMENT)
         if self.scale == "ceil":
-            values = torch.where(values < quotient * (1 - _ROUNDINGS), _next_scale(values), values)
+            values = torch.where(values < quotient * (1 - ROUNDINGS), _next_scale(values), values)
         return values.clamp_(min=FLOORS[self.floor]).masked_fill_(amax == 0, 0.0)
 
 
