@@ -127,7 +127,7 @@ class Format:
         float64 input takes the readable path.
         Errors: InputError for a wrong dtype or shape, and for NaN and Inf as above.
         """
-        admitted = self._admit(x, random_bits, residual, specials)
+        admitted = self.admit(x, random_bits, residual, specials)
         if not self.rounded:
             return Encoded(admitted.to(_PLAIN_DTYPES[self.name], copy=True))
         recipe = self.recipe
@@ -160,7 +160,7 @@ class Format:
 
         An unrounded format returns x itself if its dtype is the format's.
         """
-        admitted = self._admit(x, random_bits, residual, specials)
+        admitted = self.admit(x, random_bits, residual, specials)
         if not self.rounded:
             return admitted.to(_PLAIN_DTYPES[self.name])
         recipe, element, bits = self.recipe, self.element, self.random_bits or rounding.EXACT_BITS
@@ -191,10 +191,10 @@ class Format:
         """All stored bits of a (..., V, K) state, padding included, divided by its values."""
         return sum(self.stored_bits(shape).values()) / math.prod(shape)
 
-    def _admit(
+    def admit(
         self, x: Tensor, random_bits: Tensor | None, residual: "Tensor | Encoded | None", specials: str
     ) -> Tensor:
-        """x as float32 or float64, everything checked."""
+        """x as float32 or float64, all arguments of ``quantize`` checked; raises InputError."""
         for name, value in (("x", x), ("random_bits", random_bits)):
             if not isinstance(value, Tensor) and (name == "x" or value is not None):
                 raise InputError(name, type(value).__name__, "a tensor")

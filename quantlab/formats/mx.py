@@ -43,13 +43,13 @@ def scale_codes(amax: Tensor, element: Element, mode: str = MODES[0]) -> Tensor:
     bits = amax.to(torch.float64).view(torch.int64)  # every float32, subnormal or not, is a normal float64
     exponent, mantissa = (bits >> 52) & 0x7FF, bits & ((1 << 52) - 1)
     exponent += SCALE_BIAS - 1023 - element.max_exponent
-    exponent += mantissa >= _bump(element, mode)
+    exponent += mantissa >= raising_mantissa(element, mode)
     codes = exponent.clamp_(0, _MAX_BYTE)
     return codes.masked_fill_(amax.isnan(), SCALE_NAN).to(torch.uint8)
 
 
 @lru_cache
-def _bump(element: Element, mode: str) -> int:
+def raising_mantissa(element: Element, mode: str) -> int:
     """The smallest 52-bit mantissa of amax that takes the scale one higher; 2^52 if none does."""
     if mode == "floor":
         return 1 << 52

@@ -183,20 +183,24 @@ def _run_kernel(op: str, case: str, implementation: str) -> numpy.ndarray:
         arguments = {name: _same_memory_on(tensor, "cuda") for name, tensor in arguments.items()}
     if implementation == "reference":
         return function(**arguments).numpy()
-    with _watched_allocations():
+    with watched_allocations():
         return function(**arguments).cpu().numpy()
 
 
 @contextlib.contextmanager
-def _watched_allocations():
-    """Inside, ``torch.empty`` gives NaN, so that unwritten output shows, between guards that must stay."""
-    guard, mark, allocated = 64, 12345, []
+def watched_allocations():
+    """Inside, ``torch.empty`` gives NaN, so that unwritten output shows, between guards that must stay.
+
+    Integers have no NaN and start from their smallest number.
+    """
+    guard, mark, allocated = 64, 123, []
 
     def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         count = math.prod(shape)
         whole = torch.full((count + 2 * guard,), mark, dtype=dtype, device=device)
         allocated.append(whole)
-        return whole[guard : guard + count].view(shape).fill_(torch.nan)
+        poison = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+        return whole[guard : guard + count].view(shape).fill_(poison)
 
     with unittest.mock.patch.object(torch, "empty", empty):
         yield
