@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantlab.errors import InputError
-from quantlab.terminal import print_json, print_sections, print_table, text_of
+from quantlab.terminal import print_json, print_sections, print_table
 
 if TYPE_CHECKING:
     from quantlab.formats import Format
@@ -245,7 +245,7 @@ def _print_tryout(fmt: "Format", tried: "Tryout", given: list[int]) -> None:
             entry["code"] = code_text(int(encoded.codes[row, column]), fmt)
             entry["element"] = number_text(tried.elements[row, column].item())
         entry["value"] = number_text(tried.values[row, column].item())
-        entry["error"] = text_of(tried.errors[row, column].item()).replace("nan", "NaN").replace("inf", "Inf")
+        entry["error"] = f"{tried.errors[row, column].item():.4g}".replace("nan", "NaN").replace("inf", "Inf")
         if tried.words is not None:
             bits = fmt.random_bits or 32
             entry["random bits"] = f"0x{int(tried.words[row, column]) & ((1 << bits) - 1):0{-(-bits // 4)}x}"

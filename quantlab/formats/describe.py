@@ -4,6 +4,7 @@ Everything comes from the tables, from the recipes (``Recipe.explain``) and from
 row or profile explains itself.
 """
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -67,14 +68,16 @@ def describe(text: str, shape: tuple[int, ...] = (128, 128)) -> list[Section]:
     return [section for section in sections if section.lines]
 
 
-def number_text(value: float, digits: int = 9) -> str:
-    """A float32 number in the fewest digits that give it back; float64 beyond."""
+def number_text(value: float) -> str:
+    """The fewest digits that give a number back: as float32 where that holds it, else as float64."""
     value = float(value)
-    if value != value or value in (float("inf"), float("-inf")):
-        return {"nan": "NaN", "inf": "Inf", "-inf": "-Inf"}[str(value)]
-    narrow = np.float32(value) if abs(value) <= np.finfo(np.float32).max else np.float64(value)
-    shortest = str(narrow if float(narrow) == value else np.float64(value))
-    return shortest.removesuffix(".0")
+    if not math.isfinite(value):
+        return "NaN" if value != value else "Inf" if value > 0 else "-Inf"
+    fits = abs(value) <= np.finfo(np.float32).max and float(np.float32(value)) == value
+    narrow = np.float32(value) if fits else np.float64(value)
+    if value == 0 or 1e-4 <= abs(value) < 1e9:
+        return np.format_float_positional(narrow, trim="-")
+    return np.format_float_scientific(narrow, trim="-")
 
 
 def scale_values(fmt: Format, encoded: Encoded) -> Tensor | None:

@@ -39,7 +39,9 @@ def _torchao(variant: str, element: Element | Integer) -> Explanation:
     if not narrow:
         differs.append(f"The code {low} is used.")
     if not narrow and not both:
-        differs.append("Both ends lie half a step off: a slight bias toward minus, no larger error.")
+        differs.append(
+            "Both ends lie half a step off: an extreme that is stored again and again shrinks or grows."
+        )
     differs.append("A zero group has scale 2^-126 instead of 1.")
     return Explanation(steps, _integers(low, high), name, tuple(differs), source)
 
@@ -89,7 +91,10 @@ def _compressed_tensors(variant: str, element: Element | Integer) -> Explanation
     if integer:
         low, high = int(-element.max - 1), int(element.max)
         cast = _integers(low, high)
-        differs.append(f"The code {low} is used; both ends lie half a step off.")
+        differs.append(
+            f"The code {low} is used; both ends lie half a step off: an extreme that is stored again "
+            "and again shrinks or grows."
+        )
     name = f"compressed-tensors 0.20.1, {'symmetric int' if integer else 'float'} {element.bits} bits"
     return Explanation(steps, cast, name, tuple(differs), "compressed_tensors/quantization/utils, lifecycle")
 

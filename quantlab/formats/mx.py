@@ -109,7 +109,7 @@ class Mx(DividingRecipe):
         return torch.where(infinite, values, values.clamp(-largest, largest))
 
     def explain(self) -> Explanation:
-        emax, bump = self.element.max_exponent, _bump(self.element, self.mode)
+        emax, bump = self.element.max_exponent, raising_mantissa(self.element, self.mode)
         # The limit itself is a double: the first mantissa beyond which the scale doubles, or that mantissa.
         inclusive = bump % 2**29 == 0
         limit = (1 + (bump if inclusive else bump - 1) / 2**52) * 2.0**emax

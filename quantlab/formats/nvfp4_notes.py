@@ -52,7 +52,7 @@ _NOTES = {
         "nearest, ties to even; NaN becomes code 12",
         "torchao 0.18.0 NVFP4Tensor, with a per-tensor scale or (nvfp4:none) without",
         (
-            "The scale floor is 2^-6, so blocks below A / 10752 lose precision and then vanish.",
+            "The scale floor is 2^-6: blocks below A / 28672 lose precision, what is below A / 688128 is zero.",
             "x is multiplied by a reciprocal: exact ties may round the other way.",
             "A zero tensor decodes to NaN (0 / 0).",
         ),

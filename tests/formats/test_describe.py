@@ -125,14 +125,16 @@ def test_every_function_of_the_formulas_is_explained():
 @pytest.mark.parametrize("text", VARIANTS)
 def test_the_formulas_give_the_stored_bits(text):
     fmt = parse(text)
+    assert fmt.recipe is not None
     explanation = fmt.recipe.explain()
     block = {Scaling.MX: 32, Scaling.NVFP4: 16, Scaling.FLOAT32: 32}[fmt.row.scaling]
     seen = 0
     for x in inputs():
         encoded = fmt.quantize(x)
         scales, values = scale_values(fmt, encoded), fmt.dequantize(encoded)
+        assert scales is not None
         elements = decode(encoded.codes, fmt.element)
-        shared = {"row": x.abs().amax(1), "none": x.new_zeros(2)}.get(
+        shared: torch.Tensor = {"row": x.abs().amax(1), "none": x.new_zeros(2)}.get(
             fmt.granularity, x.abs().amax().expand(2)
         )
         stored = encoded.global_scale
