@@ -144,7 +144,11 @@ def _words(numbers: list[str], file: Path | None) -> list[str]:
         [] if file is None else file.read_text(encoding="utf-8", errors="replace").replace(",", " ").split()
     )
     for number in numbers:
-        words += sys.stdin.read().replace(",", " ").split() if number == "-" else [number]
+        words += (
+            sys.stdin.buffer.read().decode("utf-8", "replace").replace(",", " ").split()
+            if number == "-"
+            else [number]
+        )
     return words
 
 

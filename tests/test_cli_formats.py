@@ -1,12 +1,11 @@
 """``quantlab formats``: the table, every format explained and tried, the API's own numbers behind every one shown."""
 
+import contextlib
+import io
 import json
 import math
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,19 +14,16 @@ from typer.testing import CliRunner
 from quantlab.cli import app
 from quantlab.errors import InputError
 from quantlab.formats import parse, random_words
-from quantlab.formats.describe import all_texts, describe
+from quantlab.formats.describe import describe
+from quantlab.formats.recipes import profiles_of
 from quantlab.formats.table import FORMATS
+from quantlab.terminal import print_sections
 
-ROOT = Path(__file__).resolve().parents[1]
 NUMBERS = [0.1, -0.3, 3.0, 0.0, -5.5, 1e-6, 7.0]
-TEXTS = [
-    *all_texts(),
-    "nvfp4:none+as.torchao",
-    "nvfp4+4over6",
-    "nvfp4+as.te+4over6",
-    "int8+ef",
-    "mxfp4+hadamard.3",
+ALL = [
+    text for row in FORMATS.values() for text in (row.name, *(f"{row.name}+as.{p}" for p in profiles_of(row)))
 ]
+TEXTS = [*ALL, "nvfp4:none+as.torchao", "nvfp4+4over6", "nvfp4+as.te+4over6", "int8+ef", "mxfp4+hadamard.3"]
 TEXTS += ["fp16+sr13", "nvfp4+sr8", "int8+sr", "e4m3+rz", "int4+ef.int8"]
 
 
@@ -63,13 +59,16 @@ def test_the_table_has_a_row_a_format_and_constants_in_full():
 def test_explain_prints_every_section(text):
     output = shown("explain", text)
     for section in describe(text):
-        assert section.title in output
+        assert f"{section.title}\n" in output
         for label, words in section.lines:
             assert f"  {label}" in output
             assert words.split()[0] in output
-    assert json.loads(shown("explain", text, "--json")) == {
-        section.title: [list(line) for line in section.lines] for section in describe(text)
-    }
+
+
+@pytest.mark.parametrize("text", ["fp32", "int8+ef", "nvfp4+as.te+4over6"])
+def test_explain_as_json(text):
+    expected = {section.title: [list(line) for line in section.lines] for section in describe(text)}
+    assert json.loads(shown("explain", text, "--json")) == expected
 
 
 def test_explain_counts_the_bits_of_the_shape():
@@ -110,7 +109,17 @@ def test_try_shows_what_the_api_gives(text):
     packed = fmt.pack(encoded)
     assert found["packed_codes"] == [bytes(row.tolist()).hex() for row in packed.codes]
     assert found["bytes"] == packed.nbytes
-    assert f"bytes stored  {packed.nbytes}" in shown("try", text, *NUMBERS, "--seed", 7)
+
+
+@pytest.mark.parametrize(
+    "text", ["fp32", "fp16+sr13", "int8+ef", "mxfp4+as.modelopt", "nvfp4:none", "nvfp4+hadamard+sr8"]
+)
+def test_try_prints_a_line_for_every_number(text):
+    output = shown("try", text, *NUMBERS)
+    assert output.startswith(f"{text}\n")
+    assert output.count("│\n") == len(NUMBERS)
+    packed = json.loads(shown("try", text, *NUMBERS, "--json"))
+    assert f"bytes stored  {packed['bytes']}\n" in output
 
 
 def test_try_prints_codes_numbers_and_errors():
@@ -206,29 +215,39 @@ def test_too_many_numbers_are_refused():
         shown("try", "int8", "-", stdin="1 " * 65537)
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 @pytest.mark.parametrize(("columns", "present"), [(140, "shared by"), (80, "scale")])
-def test_the_table_fits_the_terminal(columns, present):
-    """On a real terminal of that width no line is longer, and rows stay rows."""
-    pty = pytest.importorskip("pty")
-    main, child = pty.openpty()
-    environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}
-    command = [sys.executable, "-m", "quantlab.cli", "formats"]
-    done = subprocess.Popen(command, stdout=child, stdin=subprocess.DEVNULL, cwd=ROOT, env=environment)
-    os.close(child)
-    output = b""
-    while True:
-        try:
-            part = os.read(main, 65536)
-        except OSError:  # Linux says so when the other end is closed
-            break
-        if not part:
-            break
-        output += part
-    os.close(main)
-    assert done.wait() == 0
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", output.decode()).splitlines()
+def test_the_table_fits_the_terminal(columns, present, monkeypatch):
+    """On a terminal of that width no line is longer, and rows stay rows."""
+    from quantlab import cli
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "argv", ["quantlab", "formats"])
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    with contextlib.suppress(SystemExit):
+        cli.main()
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
     assert max(map(len, lines)) <= columns
     assert any("nvfp4" in line and "4.502" in line for line in lines)
     header = next(line for line in lines if "format" in line and "bits" in line)
     assert present in header
     assert ("kind" in header) == (columns == 140)
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_explanations_fit_the_terminal(columns, monkeypatch):
+    """But for words, such as paths, that are longer than the room beside their label."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for text in TEXTS:
+        print_sections([(section.title, list(section.lines)) for section in describe(text)])
+    lines = terminal.getvalue().splitlines()
+    assert all(len(line) <= columns or len(line.split()) <= 3 for line in lines)
+    assert max(map(len, lines)) > columns - 10

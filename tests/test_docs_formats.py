@@ -29,7 +29,7 @@ def commands():
                 yield pytest.param(command, output.strip("\n"), id=f"{name}: {command}")
 
 
-@pytest.mark.parametrize(("command", "output"), commands())
+@pytest.mark.parametrize(("command", "output"), list(commands()))
 def test_the_command_prints_what_the_page_shows(command, output):
     program, *arguments = shlex.split(command)
     assert program == "quantlab"

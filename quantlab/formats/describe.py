@@ -20,11 +20,10 @@ from quantlab.formats.grammar import choices, parse
 from quantlab.formats.mx import decode_scales
 from quantlab.formats.nvfp4 import SCALE_ELEMENT
 from quantlab.formats.recipe import FUNCTIONS, Explanation
-from quantlab.formats.recipes import profiles_of
 from quantlab.formats.rounding import Rounding
 from quantlab.formats.rows import constant_text, layout
 from quantlab.formats.storage import Encoded
-from quantlab.formats.table import FORMATS, Element, Integer, Scaling
+from quantlab.formats.table import Element, Integer, Scaling
 
 _SHARED = {
     "row": "a value row over the key dim",
@@ -53,7 +52,7 @@ def describe(text: str, shape: tuple[int, ...] = (128, 128)) -> list[Section]:
     fmt = parse(text)
     explanation = None if fmt.recipe is None else fmt.recipe.explain()
     sections = [
-        Section("Format", tuple(_summary(fmt))),
+        Section("Format", tuple(_summary(fmt, explanation))),
         Section("Element", tuple(_element(fmt.element))),
         Section("Arithmetic", tuple(_arithmetic(fmt, explanation))),
     ]
@@ -96,7 +95,7 @@ def values_per_scale(fmt: Format) -> int | None:
     return None if fmt.row.block == 1 else fmt.row.block
 
 
-def _summary(fmt: Format) -> list[tuple[str, str]]:
+def _summary(fmt: Format, explanation: Explanation | None) -> list[tuple[str, str]]:
     row = fmt.row
     lines = [("text", fmt.text)]
     if row.scaling is Scaling.NONE:
@@ -113,7 +112,9 @@ def _summary(fmt: Format) -> list[tuple[str, str]]:
                 f"one float32 for {_SHARED[fmt.granularity or '']}" if fmt.granularity != "none" else "none",
             )
         )
-    lines.append(("source", row.source))
+    if fmt.profile is None:
+        extra = "" if explanation is None or not explanation.source else f"; {explanation.source}"
+        lines.append(("source", row.source + extra))
     return lines
 
 
@@ -123,7 +124,7 @@ def _element(element: Element | Integer) -> list[tuple[str, str]]:
             ("layout", f"{element.bits}-bit two's complement"),
             (
                 "numbers",
-                f"-{element.max:.0f} .. {element.max:.0f}; the code {-element.max - 1:.0f} is not used",
+                f"-{element.max:.0f} .. {element.max:.0f}; only some library profiles use {-element.max - 1:.0f}",
             ),
         ]
     largest, width = _hex(element.max_code, element.bits), element.bits
@@ -344,12 +345,3 @@ def _with_choice(fmt: Format, kind: str, text: str) -> Format | None:
         return parse(text)
     except InputError:
         return None
-
-
-def all_texts() -> list[str]:
-    """The name of every format and the text of every library profile."""
-    return [
-        text
-        for row in FORMATS.values()
-        for text in (row.name, *(f"{row.name}+as.{p}" for p in profiles_of(row)))
-    ]
