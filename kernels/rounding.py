@@ -38,7 +38,7 @@ def round_value(x, words, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, BITS: t
 
 @triton.jit
 def encode_element(x, words, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, BITS: tl.constexpr):
-    """The sign of zero is kept.  NaN becomes the quiet NaN of its sign, or the largest number if there is none.
+    """The sign of zero is kept.  NaN becomes the positive quiet NaN, or the largest number if there is none.
 
     Toward zero, nothing finite overflows.
     """
@@ -74,7 +74,7 @@ def encode_element(x, words, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, BITS
     if ELEMENT.nan_code is None:
         codes = tl.where(nan, ELEMENT.max_code, codes | sign)
     else:
-        codes = tl.where(nan, ELEMENT.nan_code, codes) | sign
+        codes = tl.where(nan, ELEMENT.nan_code, codes | sign)
     return codes
 
 

@@ -1,5 +1,8 @@
 """What is timed: a task, who does it, and how the result is held against ours."""
 
+# The peers are not installed where types are checked.
+# pyright: reportMissingImports=false
+
 from collections.abc import Callable
 from dataclasses import dataclass
 

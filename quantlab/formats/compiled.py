@@ -345,9 +345,10 @@ def _codes(x: Tensor, bits: Tensor, signs: Tensor, element: Element | Integer) -
     normal = (capped + (half - ((least - 1) << 23)) + ((capped >> dropped) & 1)) >> dropped
     subnormal = (x.abs() * (1 / element.smallest)).round()
     codes = torch.where(capped < (least << 23), subnormal, normal.to(torch.float32))
+    codes = torch.where(signs < 0, codes + element.sign_code, codes)
     if element.nan_code is not None:
         codes = torch.where(magnitude > _EXPONENT, element.nan_code, codes)
-    return torch.where(signs < 0, codes + element.sign_code, codes).to(dtype)
+    return codes.to(dtype)
 
 
 def _values(x: Tensor, bits: Tensor, element: Element | Integer) -> Tensor:

@@ -187,11 +187,11 @@ def code_dtype(element: Element | Integer) -> torch.dtype:
 
 
 def _canonical_nan(codes: Tensor, values: Tensor, x: Tensor, element: Element) -> Tensor:
-    """One NaN code per sign: conversions leave payloads that differ between instructions."""
+    """One code for the NaN of x, one a sign for overflow: conversions leave payloads of their own."""
     assert element.nan_code is not None
     positive = torch.tensor(element.nan_code, device=x.device).to(codes.dtype)
     negative = torch.tensor(element.nan_code + element.sign_code, device=x.device).to(codes.dtype)
-    return torch.where(values.isnan(), torch.where(x.signbit(), negative, positive), codes)
+    return torch.where(values.isnan(), torch.where(x.signbit() & ~x.isnan(), negative, positive), codes)
 
 
 def decode(codes: Tensor, element: Element | Integer) -> Tensor:

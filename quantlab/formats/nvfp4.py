@@ -41,8 +41,9 @@ class Nvfp4(DividingRecipe):
     def scales(self, x: Tensor) -> Scales:
         amax = BLOCKS.amax(x)
         global_scale = self.global_scale(amax)
-        values = self.block_scales(amax, spread(global_scale, amax))
-        return Scales(fused.encode(values, SCALE_ELEMENT), global_scale)
+        per_block = spread(global_scale, amax)
+        values = self.block_scales(amax, per_block)
+        return Scales(_bytes(values), global_scale, values.mul_(per_block))
 
     def quotient(self, x: Tensor, scales: Scales) -> Tensor:
         # What a zero scale serves decodes to zero whatever its code; x / Inf gives a zero of the same sign.
@@ -57,6 +58,8 @@ class Nvfp4(DividingRecipe):
 
     def multipliers(self, scales: Scales) -> Tensor:
         """float32 (..., groups): block scale times global scale."""
+        if scales.multipliers is not None:
+            return scales.multipliers
         blocks = fused.decode(scales.stored, SCALE_ELEMENT)
         return blocks.mul_(spread(scales.global_scale, blocks))
 
@@ -108,6 +111,15 @@ def spread(global_scale: Tensor | None, blocks: Tensor) -> Tensor | float:
     if global_scale is None:
         return 1.0
     return global_scale.reshape(*global_scale.shape, *(1,) * (blocks.dim() - global_scale.dim()))
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """E4M3 codes of numbers that it holds and that are not negative: the top of their bits, exponent biased anew.
+
+    E4M3's subnormals become float32's, whose bits count the same quanta.
+    """
+    shifted = values * 2.0 ** (SCALE_ELEMENT.bias - 127)
+    return (shifted.view(torch.int32) >> (23 - SCALE_ELEMENT.mantissa_bits)).to(torch.uint8)
 
 
 def _next_scale(values: Tensor) -> Tensor:

@@ -38,15 +38,46 @@ def _rounds(words: list[np.ndarray], key: tuple[int, int], rounds: int) -> None:
 def philox_4x32(counter: Tensor, key: tuple[int, int], rounds: int = 10) -> Tensor:
     """Four 32-bit words for every counter.
 
-    counter: int64 (..., 4), each a word in [0, 2^32); key: two such words.  Returns int64 (..., 4).
+    counter: int64 (..., 4), each a word in [0, 2^32); key: two such words.  Returns int64 (..., 4) on the device
+    of ``counter``.  rounds: 10 is the published strength, 7 its fastest that passes the statistical tests, 5 what
+    serving configurations use.
     """
     if counter.dtype != torch.int64 or counter.dim() == 0 or counter.shape[-1] != 4:
         raise InputError("counter", f"{counter.dtype} {tuple(counter.shape)}", "int64 of shape (..., 4)")
     if rounds < 1:
         raise InputError("rounds", rounds, "at least 1")
-    words = [word.cpu().numpy().astype(np.uint64) for word in counter.unbind(-1)]
+    if counter.device.type != "cpu":
+        return _torch_rounds(counter, key, rounds)
+    words = [word.numpy().astype(np.uint64) for word in counter.unbind(-1)]
     _rounds(words, key, rounds)
-    return torch.from_numpy(np.stack(words, axis=-1).view(np.int64)).to(counter.device)
+    return torch.from_numpy(np.stack(words, axis=-1).view(np.int64))
+
+
+def _torch_rounds(counter: Tensor, key: tuple[int, int], rounds: int) -> Tensor:
+    """``_rounds`` in int64, whose products wrap modulo 2^64 with all their bits in place."""
+    c0, c1, c2, c3 = counter.unbind(-1)
+    first, second = (int(m) for m in _MULTIPLIERS)
+    for number in range(rounds):
+        k0, k1 = ((k + number * w) & _WORD for k, w in zip(key, _WEYL, strict=True))
+        p0, p1 = c0 * first, c2 * second
+        c0, c2 = ((p1 >> 32) & _WORD) ^ c1 ^ k0, ((p0 >> 32) & _WORD) ^ c3 ^ k1
+        c1, c3 = p1 & _WORD, p0 & _WORD
+    return torch.stack((c0, c1, c2, c3), -1)
+
+
+def words_at(offsets: Tensor, seed: int, rounds: int = 10, word: int = 0) -> Tensor:
+    """One uint32 word for every offset, int64 like ``offsets``: Triton's ``tl.randint(seed, offset, rounds)``.
+
+    Counter = (offset low, offset high, 0, 0), key = the 64-bit seed; ``word`` 0 to 3 of the four is taken, 0 by
+    the kernels that store vLLM's state with one draw an element.  offsets: int64, e.g. addresses in the state.
+    """
+    if offsets.dtype != torch.int64:
+        raise InputError("offsets", str(offsets.dtype), "int64")
+    if word not in (0, 1, 2, 3):
+        raise InputError("word", word, "0, 1, 2 or 3")
+    zeros = torch.zeros_like(offsets)
+    counter = torch.stack((offsets & _WORD, (offsets >> 32) & _WORD, zeros, zeros), -1)
+    return philox_4x32(counter, (seed & _WORD, (seed >> 32) & _WORD), rounds)[..., word]
 
 
 def random_words(

@@ -17,10 +17,12 @@ class Scales:
     """What is stored beside the codes.
 
     stored: one entry a group; uint8 bytes (E4M3 or E8M0) or float32.  global_scale: float32, shared by blocks.
+    multipliers: float32 (..., groups), what they come to, where who made them knew it; never stored.
     """
 
     stored: Tensor
     global_scale: Tensor | None = None
+    multipliers: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,9 @@ def encode_element(
 ) -> Tensor:
     """Codes (int64) of x (float32 or float64).  One rounding, straight from x; the sign of zero is kept.
 
-    NaN becomes the quiet NaN with the sign of x, or, where the element has no NaN, the largest number, as the
-    hardware conversions have it.  Stochastic rounding acts on the magnitude.  Toward zero, nothing finite
-    overflows.
+    NaN becomes the positive quiet NaN (its sign belongs to the processor that made it), or, where the element has
+    no NaN, the largest number, as the hardware conversions have it.  Stochastic rounding acts on the magnitude.
+    Toward zero, nothing finite overflows.
     """
     x = x.to(torch.float64)
     nan = torch.isnan(x)
@@ -67,10 +67,8 @@ def encode_element(
         code = code.masked_fill(beyond & ~x.isinf(), element.max_code)
         beyond = x.isinf()
     code = code.masked_fill(beyond, overflow_code(element))
-    if element.nan_code is None:
-        return torch.where(nan, element.max_code, code + torch.signbit(x).to(torch.int64) * element.sign_code)
-    code = code.masked_fill(nan, element.nan_code)
-    return code + torch.signbit(x).to(torch.int64) * element.sign_code
+    code = code + torch.signbit(x).to(torch.int64) * element.sign_code
+    return code.masked_fill(nan, element.nan_code or element.max_code)
 
 
 def overflow_code(element: Element) -> int:

@@ -1,11 +1,15 @@
 """Random words: the counter scheme, and packing of nibbles."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from quantlab.errors import InputError
-from quantlab.formats import pack_nibbles, parse, philox_4x32, random_words, unpack_nibbles
+from quantlab.formats import pack_nibbles, parse, philox_4x32, random_words, unpack_nibbles, words_at
+from quantlab.formats.random import _torch_rounds
 
 SHAPE = (3, 2, 5, 7)
 
@@ -88,3 +92,26 @@ def test_every_pair_of_nibbles_round_trips():
         unpack_nibbles(torch.zeros(4))
     with pytest.raises(InputError, match=r"^key_dim"):
         unpack_nibbles(torch.zeros(4, dtype=torch.uint8), 6)
+
+
+@pytest.mark.parametrize("rounds", [5, 7, 10])
+def test_integer_products_that_wrap_give_the_same_words(rounds):
+    """The path of other devices against numpy's unsigned words, high bits set included."""
+    counters = torch.randint(0, 2**32, (4096, 4), generator=torch.Generator().manual_seed(3))
+    counters[:8] = 2**32 - 1
+    key = (0xFFFFFFFF, 0x80000001)
+    assert torch.equal(_torch_rounds(counters, key, rounds), philox_4x32(counters, key, rounds))
+
+
+def test_words_at_offsets_are_the_published_ones():
+    """Known answers of Triton's randint4x for a seed and 64-bit offsets, every one of the four words."""
+    vectors = json.loads((Path(__file__).parents[1] / "data/golden/philox.json").read_text())["vectors"]
+    for vector in vectors:
+        offsets = torch.tensor([offset if offset < 2**63 else offset - 2**64 for offset in vector["offsets"]])
+        for word in range(4):
+            drawn = words_at(offsets, vector["seed"], vector["rounds"], word)
+            assert drawn.tolist() == [int(words[word], 16) for words in vector["words"]]
+    with pytest.raises(InputError, match=r"^offsets 'torch.int32'"):
+        words_at(torch.zeros(2, dtype=torch.int32), 0)
+    with pytest.raises(InputError, match=r"^word 4"):
+        words_at(torch.zeros(2, dtype=torch.int64), 0, word=4)
