@@ -30,6 +30,13 @@ class FloatScaled(DividingRecipe):
     """scale "max" or "recip" with the element's largest number, or "240", "240.recip" with another one.
 
     A denominator below the largest number leaves headroom; codes use less of the element.
+
+    Error of a value x under its scale s, with h(q) half the distance of the element's numbers around q = x / s (1/2
+    for integers): |value - x| <= h * s + 2^-22 |x|, the last for the float32 roundings of quotient and product; 2^-21
+    under "recip", which rounds the scale twice.  Midpoints attain h * s: 0.5 beside 127 in int8.  Toward zero and
+    stochastic: below 2 h * s.  Nothing saturates while amax / largest is at least 2^-126; below that the scale may
+    be rounded down by a third, and so is the largest value.  Under "recip" the scale ends at 2^-128 instead, the
+    reciprocal of the largest float32, and the bound holds.
     """
 
     element: Element | Integer

@@ -121,9 +121,11 @@ class Format:
         residual: the previous Encoded.residual, for error feedback only; zeros if absent.
         specials: "raise" refuses a NaN or Inf that the format has no code for; "hardware" stores what the
         conversions of GPUs make of it: Inf saturates, NaN becomes the largest number, 0 for integers; where
-        scales are derived a NaN does not count.  A library profile then does what the library does.
+        scales are derived a NaN does not count, and it leaves no residual; a rotation spreads it over its block.
+        A library profile then does what the library does.
         Nothing rounds twice: an element is rounded once, straight from x, and the float32 arithmetic of a
         scaled format starts from x itself, so that equal numbers give equal bits whatever dtype holds them.
+        Except: a rotation works in float64 for float64; profiles and +4over6 round float64 to float32 first.
         float64 input takes the readable path.
         Errors: InputError for a wrong dtype or shape, and for NaN and Inf as above.
         """
@@ -140,7 +142,7 @@ class Format:
         encoded = Encoded(codes, scales.stored, scales.global_scale)
         if self.error_feedback is None:
             return encoded
-        error = target - self._decode(encoded)
+        error = (target - self._decode(encoded)).nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
         return dataclasses.replace(encoded, residual=self._store_residual(error))
 
     def dequantize(self, encoded: Encoded) -> Tensor:

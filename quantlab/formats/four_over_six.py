@@ -101,6 +101,11 @@ def four_over_six(
     quantlab: gs = A / (6 * scale_max), scales a / (6 * gs) and a / (4 * gs) to nearest, at most 448, at least
     2^-9 unless the block is zero; code of x / (s * gs); errors |code * (s * gs) - x| added up in order, all in
     float32 with true division.  With a global value per row, flashinfer measures errors as te does: use te.
+
+    The error of a value is bounded as in nvfp4.Nvfp4, by h * m under the chosen scale m: up to 4 no more than m / 2,
+    about a / 8, where a block that takes 6 errs by up to m, about a / 6.  The metric of a block never exceeds that
+    under the scale for 6.  Saturation as there; the scale for 4 is at most 448, and with 448 the top blocks, whose
+    scale for 4 does not fit, reach up to 6.
     """
     if library not in _LIBRARIES:
         raise unknown_name("library", str(library), [name for name in _LIBRARIES if name])

@@ -114,11 +114,10 @@ def _round_mantissa(
     else:
         assert words is not None
         low = words & ((1 << bits) - 1)
-        # The discarded field is ``dropped`` bits wide: fewer random bits meet its top, more never reach it.
+        # The discarded field is ``dropped`` bits wide: fewer random bits meet its top, where what lies below them
+        # cannot carry; more never reach it.
         noise = low << (dropped - bits) if bits <= dropped else low >> (bits - dropped)
         field = pattern & ((1 << dropped) - 1)
-        if bits < dropped:
-            field = field & (-1 << (dropped - bits))
         rounded = pattern + torch.where(field + noise >= 1 << dropped, 1 << dropped, 0).to(torch.int32)
     values = torch.where(special, x, (rounded & keep).view(torch.float32))
     if saturate:

@@ -26,20 +26,18 @@ class Groups:
 
     def amax(self, x: Tensor) -> Tensor:
         """Largest magnitude of every group, in the dtype of x; a NaN does not count."""
-        if x.numel() == 0:
-            return x.new_zeros(self.count(x.shape))
         amax = self.largest(x)
         # Rare, and refused before unless asked for: so the check is on the few maxima, not on x.
         return self.largest(x.masked_fill(x.isnan(), 0.0)) if amax.isnan().any() else amax
 
     def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Minimum, at most 0, and maximum, at least 0, of every group; NaN wins."""
-        if x.numel() == 0:
-            return x.new_zeros(self.count(x.shape)), x.new_zeros(self.count(x.shape))
         return -self.largest(x.clamp(max=0.0)), self.largest(x.clamp(min=0.0))
 
     def largest(self, x: Tensor) -> Tensor:
-        """Largest magnitude of every group of an x that is not empty; NaN wins."""
+        """Largest magnitude of every group, 0 where there is nothing; NaN wins."""
+        if x.numel() == 0:
+            return x.new_zeros(self.count(x.shape))
         columns = _block_amax(x, self.columns or x.shape[-1])
         if self.rows == 1 or x.dim() == 1:
             return columns

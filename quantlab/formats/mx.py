@@ -77,7 +77,17 @@ def _scale_table(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Mx(DividingRecipe):
-    """The recipe of an element under one of the scale modes."""
+    """The recipe of an element under one of the scale modes.
+
+    Quotient and product are exact, so the error of a value x is the element's: with h(q) half the distance of its
+    numbers around q = x / scale, |value - x| <= h * scale; midpoints attain it (5 beside 6 in mxfp4).  Toward zero
+    and stochastic: below 2 h * scale.  Saturation adds, with M the largest number and 2^emax its power of two:
+
+        rceil, ceil   nothing: no q exceeds M
+        even          nothing: q exceeds M by at most half a step, so that h holds as if the grid went on
+        floor         q comes close to 2^(emax + 1): up to the share 1 - M / 2^(emax + 1) of the largest value of the
+                      block is lost, 1/4 for E2M1, 1/8 for E4M3, E5M2 and E3M2, 1/16 for E2M3
+    """
 
     element: Element
     mode: str = MODES[0]

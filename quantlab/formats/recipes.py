@@ -9,6 +9,7 @@ from torch import Tensor
 from quantlab.formats import (
     float_scale_notes,
     four_over_six,
+    fused,
     mx_notes,
     mx_profiles,
     nvfp4_arithmetic,
@@ -25,7 +26,7 @@ from quantlab.formats.nvfp4_arithmetic import Nvfp4Arithmetic, global_amax
 from quantlab.formats.nvfp4_profiles import PROFILES as NVFP4_PROFILES
 from quantlab.formats.recipe import Cast, Explanation, Recipe, Scales
 from quantlab.formats.rounding import Rounding
-from quantlab.formats.table import Element, FormatRow, Integer, Scaling
+from quantlab.formats.table import FLOAT_ELEMENTS, Element, FormatRow, Integer, Scaling
 
 if TYPE_CHECKING:
     from quantlab.formats.format import Format
@@ -33,20 +34,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProfiledNvfp4(Recipe):
-    """NVFP4 in a library's arithmetic; ``own_cast`` where its element cast is used (nearest rounding)."""
+    """NVFP4 in a library's arithmetic; ``own_cast`` where its element cast is used (nearest rounding).
+
+    ignores_nan: a NaN counts in no scale and is stored as the largest number, as in every canonical recipe.
+    """
 
     arithmetic: Nvfp4Arithmetic | FourOverSix
     granularity: str
     own_cast: bool
+    ignores_nan: bool = False
 
     def encode(self, x: Tensor, cast: Cast) -> tuple[Tensor, Scales]:
         x = x if x.dtype == torch.bfloat16 else x.to(torch.float32)
+        nan = x.isnan() if self.ignores_nan and fused.has_nan(x) else None
+        x = x if nan is None else x.masked_fill(nan, 0.0)
         amax, encode_element = global_amax(x, self.granularity), None if self.own_cast else cast
         if isinstance(self.arithmetic, FourOverSix):
             assert amax is not None
             codes, scales, shared = four_over_six.encode(self.arithmetic, x, amax, encode_element)
         else:
             codes, scales, shared = nvfp4_arithmetic.encode(self.arithmetic, x, amax, encode_element)
+        codes = codes if nan is None else codes.masked_fill_(nan, FLOAT_ELEMENTS["e2m1"].max_code)
         return codes, Scales(scales, shared)
 
     def decode(self, values: Tensor, scales: Scales) -> Tensor:
@@ -130,7 +138,7 @@ def recipe_of(fmt: "Format") -> Recipe | None:
     granularity, scale = fmt.granularity or "", fmt.scale or row.scales[0]
     if fmt.four_over_six is not None:
         rule = four_over_six.from_text(fmt.profile, fmt.four_over_six)
-        return ProfiledNvfp4(rule, granularity, own_cast)
+        return ProfiledNvfp4(rule, granularity, own_cast, ignores_nan=fmt.profile is None)
     if row.scaling is Scaling.FLOAT32:
         if fmt.profile is None:
             return FloatScaled(row.element, granularity, scale)

@@ -47,11 +47,9 @@ def grid(name: str) -> list[Fraction]:
     numbers = []
     for code in range(layout.finite_codes):
         field, mantissa = divmod(code, 2**layout.mantissa_bits)
-        fraction = Fraction(mantissa, 2**layout.mantissa_bits)
-        if field == 0:
-            numbers.append(fraction * Fraction(2) ** (1 - layout.bias))
-        else:
-            numbers.append((1 + fraction) * Fraction(2) ** (field - layout.bias))
+        units = mantissa + (2**layout.mantissa_bits if field else 0)  # multiples of the last place
+        exponent = max(field, 1) - layout.bias - layout.mantissa_bits
+        numbers.append(Fraction(units << exponent) if exponent > 0 else Fraction(units, 1 << -exponent))
     return numbers
 
 
@@ -67,7 +65,7 @@ def units(x: float) -> int:
 @cache
 def grid_units(name: str) -> list[int]:
     """The grid in units, continued by one step: overflow is decided against that number."""
-    numbers = [int(number * 2**SHIFT) for number in grid(name)]
+    numbers = [n.numerator << (SHIFT + 1 - n.denominator.bit_length()) for n in grid(name)]
     return [*numbers, 2 * numbers[-1] - numbers[-2]]
 
 

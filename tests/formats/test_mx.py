@@ -101,10 +101,6 @@ def test_decoded_scales():
     assert values.dtype == torch.float32
     assert [Fraction(value) for value in values[:255].tolist()] == [two_to(code - 127) for code in range(255)]
     assert values[255].isnan()
-    tables = load("decode_tables.npz")
-    for library in ("ml_dtypes", "torch"):
-        golden = tables[f"e8m0fnu__{library}"]
-        assert np.array_equal(values.numpy(), golden, equal_nan=True)
     assert mx.decode_scales(codes.view(2, 4, 32)).shape == (2, 4, 32)
 
 

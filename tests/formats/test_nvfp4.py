@@ -126,6 +126,31 @@ def test_the_floor_keeps_small_blocks():
     assert encoded.codes[0, 16] == round_code("e2m1", float(F32(0.004) / F32(2.0**-9)))
 
 
+def test_scales_rounded_up():
+    """The smallest E4M3 number that is not below a / (6 gs) but for roundings: nothing saturates by 2^-21 or more."""
+    x = torch.zeros(6, 32)
+    x[:, 0] = 2688.0  # gs = 1
+    x[:, 16] = torch.tensor([6.0, 6.0001, 6 * 1.0625, 6 * 1.125, 6 * (1 + 2.0**-22), 6 * (1 + 2.0**-20)])
+    scales = parse("nvfp4:row+scale.ceil").quantize(x).scales
+    assert scales[:, 0].tolist() == [126] * 6
+    assert scales[:, 1].tolist() == [56, 57, 57, 57, 56, 57]
+    assert parse("nvfp4:row").quantize(x).scales[:, 1].tolist() == [56, 56, 56, 57, 56, 56]
+
+
+def test_scales_rounded_up_do_not_creep():
+    """Stored again, a block keeps its scale, although its global scale may move by an ulp."""
+    x = torch.randn(400, 4, 64, generator=torch.Generator().manual_seed(3))
+    fmt = parse("nvfp4+scale.ceil")
+    first = fmt.quantize(x)
+    again = fmt.quantize(fmt.dequantize(first))
+    assert (again.global_scale != first.global_scale).any()
+    assert torch.equal(again.scales, first.scales)
+    assert torch.equal(again.codes, first.codes)
+    multipliers = parse("e4m3").dequantize(Encoded(first.scales)) * first.global_scale[:, None, None]
+    quotient = x.unflatten(-1, (-1, 16)) / multipliers[..., None]
+    assert quotient.abs().max() < 6 * (1 + 2.0**-20)  # 2^-21 and the roundings of this line and of gs
+
+
 def test_only_the_payload_is_stochastic():
     x = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(0))
     words = torch.randint(0, 2**32, x.shape, generator=torch.Generator().manual_seed(1))

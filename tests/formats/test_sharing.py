@@ -1,42 +1,14 @@
-"""Shared random bits: the packed results of flashinfer's conversions, and the layouts bit by bit."""
+"""Shared random bits, layout by layout and bit by bit.  The conversions of flashinfer are in test_golden.py."""
 
 from collections import Counter
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from quantlab.errors import InputError
-from quantlab.formats import parse
-from quantlab.formats.rounding import Rounding, encode_integer
 from quantlab.formats.sharing import SHARINGS, pack_shared, shared_random_bits
-from quantlab.formats.table import ELEMENTS, Integer
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "sr_vectors.npz"
 PAIRED = ["e4m3x4", "e5m2x4", "e2m3x4", "e3m2x4", "int8x4"]
-
-
-@pytest.mark.parametrize(
-    ("layout", "text"), [("e4m3x4", "e4m3+sr16"), ("fp16x2", "fp16+sr13"), ("int8x4", "int8+sr16")]
-)
-def test_packed_vectors(layout, text):
-    """Every word, through the format that the layout is for; the integers under a scale of 1."""
-    with np.load(GOLDEN) as arrays:
-        x = torch.from_numpy(arrays[f"{layout}_x"])
-        words = torch.from_numpy(arrays[f"{layout}_rbits32"].astype(np.int64))
-        golden = arrays[f"{layout}__flashinfer_packed"]
-    fmt = parse(text)
-    assert fmt.random_bits == SHARINGS[layout].random_bits
-    bits = shared_random_bits(words[:, None], layout)
-    element = ELEMENTS[fmt.name]
-    if isinstance(element, Integer):
-        codes = encode_integer(x, element, Rounding.STOCHASTIC, bits, SHARINGS[layout].random_bits)
-    else:
-        codes = fmt.quantize(x, bits).codes
-    packed = pack_shared(codes, layout)
-    assert packed.dtype == torch.int64
-    assert np.array_equal(packed[:, 0].numpy(), golden.astype(np.int64))
 
 
 def positions(layout: str) -> list[list[int]]:

@@ -5,6 +5,7 @@ memory, what a kernel has to fetch and to put back.  Tensors are named, so that 
 """
 
 import pytest
+import torch
 
 from quantlab.recurrences import RECURRENCES
 from quantlab.schemes import StateShape, parse_policy
@@ -128,3 +129,39 @@ def test_the_ledger_is_what_a_kernel_moves(family, text):
     assert found.held == pytest.approx(held, rel=1e-12)
     assert found.bytes_per_token == pytest.approx(sum(read.values()) + sum(written.values()), rel=1e-12)
     assert found.bits_per_value == pytest.approx(8 * sum(held.values()) / ELEMENTS, rel=1e-12)
+
+
+# Bytes of padding of one copy of 6 heads of 5 rows of 20, by hand: NVFP4 fills two blocks of 16 with 12 nibbles more,
+# MX one block of 32.  An int4 row of 20 ends on a byte; one of 21 leaves half of one.
+PADDED = {
+    ("nvfp4", 20): 30 * 6,
+    ("nvfp4:none", 20): 30 * 6,
+    ("mxfp4", 20): 30 * 6,
+    ("mxfp6_e2m3", 20): 30 * 9,
+    ("mxfp8_e4m3+sr", 20): 30 * 12,
+    ("int4", 21): 30 / 2,
+    ("int4", 20): 0,
+    ("int8+ef.nvfp4", 20): 0,  # the residual's padding counts as residual
+    ("nvfp4+ef.nvfp4", 20): 30 * 6,
+}
+
+
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize(("text", "key_dim"), PADDED)
+def test_a_key_dim_that_is_no_multiple_of_the_block(text, key_dim, window):
+    """Padding is a part of its own, moves with its copy, and the parts add up to the bytes that are packed."""
+    shape = StateShape(heads=6, value_dim=5, key_dim=key_dim, key_heads=2)
+    policy = parse_policy(f"fp32/{text}@{window}" if window > 1 and "+ef" not in text else f"{text}@{window}")
+    found, padding = ledger(policy, RECURRENCES["mamba2"], shape), PADDED[text, key_dim]
+    fmt = policy.read_copy or policy.checkpoint
+    x = torch.randn(6, 5, key_dim, generator=torch.Generator().manual_seed(0))
+    words = torch.zeros(x.shape, dtype=torch.int64) if fmt.stochastic else None
+    packed = fmt.pack(fmt.quantize(x, words))
+    copy = "read copy" if policy.read_copy else "checkpoint"
+    assert found.held.get("padding", 0) == padding
+    stored = found.held[copy] + padding + found.held.get("residual", 0)
+    assert stored == packed.nbytes
+    reads = (window - 1) / window if policy.read_copy else 1
+    assert found.read.get("padding", 0) == pytest.approx(padding * reads, rel=1e-12)
+    assert found.read[copy] == pytest.approx(found.held[copy] * reads, rel=1e-12)
+    assert found.written.get("padding", 0) == pytest.approx(padding / window, rel=1e-12)
