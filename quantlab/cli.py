@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from quantlab import __version__
+from quantlab.cli_formats import formats_app
 from quantlab.errors import InputError
 from quantlab.terminal import print_json, print_table, progress, text_of
 
@@ -33,6 +34,8 @@ def quantlab(
         typer.echo(f"quantlab {__version__}")
         raise typer.Exit
 
+
+app.add_typer(formats_app, name="formats")
 
 Policies = Annotated[
     list[str] | None,
@@ -284,25 +287,6 @@ def predict(
         return
     print_table(f"Predicted relative output error, {family}, steady state", rows, list(rows[0]))
     typer.echo("inf: rounding noise outgrows the decay and the state diverges.")
-
-
-@app.command(epilog=_example("formats"))
-def formats(
-    as_json: Json = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
-) -> None:
-    """List the number formats and their constants."""
-    from quantlab.formats import format_markdown, format_rows
-
-    if markdown:
-        typer.echo(format_markdown())
-        return
-    rows = format_rows()
-    if as_json:
-        print_json(rows)
-        return
-    shown = [{k: ", ".join(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows]
-    print_table("Formats (bits per value of a 128 x 128 head)", shown, list(rows[0]))
 
 
 @app.command(epilog=_example("explain fp16+sr/nvfp4@16 --family gated_delta"))

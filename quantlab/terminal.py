@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import shutil
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -30,9 +32,18 @@ def print_json(rows: list[dict[str, Any]]) -> None:
 
 
 def print_table(
-    title: str, rows: list[dict[str, Any]], columns: list[str], names: dict[str, str] | None = None
+    title: str,
+    rows: list[dict[str, Any]],
+    columns: list[str],
+    names: dict[str, str] | None = None,
+    right: Iterable[str] = (),
+    narrow: list[str] | None = None,
 ) -> None:
-    """``rows`` as a table, as wide as it needs; on a narrow terminal, one block a row.  names: of the columns."""
+    """``rows`` as a table, as wide as it needs; on a narrow terminal, one block a row.
+
+    names: of the columns.  right: columns of text that are aligned like numbers.  narrow: the columns to keep
+    where all do not fit and these do.
+    """
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table
@@ -41,7 +52,9 @@ def print_table(
     table = Table(title=title, title_justify="left")
     for column in columns:
         number = all(isinstance(row.get(column), (int, float, type(None))) for row in rows)
-        table.add_column(labels.get(column, column), justify="right" if number else "left", no_wrap=True)
+        table.add_column(
+            labels.get(column, column), justify="right" if number or column in right else "left", no_wrap=True
+        )
     for row in rows:
         table.add_row(*(text_of(row.get(column)) for column in columns))
     console = Console()
@@ -51,6 +64,8 @@ def print_table(
         Console(width=max(80, needed)).print(table)
     elif needed <= console.width:
         console.print(table)
+    elif narrow is not None and narrow != columns:
+        print_table(title, rows, narrow, names, right)
     else:
         # Numbers broken over lines cannot be read; a block a row fits everywhere.
         width = max(len(labels.get(column, column)) for column in columns)
@@ -59,6 +74,28 @@ def print_table(
             print()
             for column in columns:
                 print(f"  {labels.get(column, column):<{width}}  {text_of(row.get(column))}")
+
+
+def print_sections(sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
+    """Titled lines of label and text, broken at the terminal's width; a pipe is 100 wide."""
+    width = min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else 100
+    indent = 2 + max(len(label) for _, lines in sections for label, _ in lines) + 2
+    for number, (title, lines) in enumerate(sections):
+        if number:
+            print()
+        print(title)
+        for label, text in lines:
+            head = f"  {label}".ljust(indent)
+            print(
+                textwrap.fill(
+                    text,
+                    max(width, indent + 20),
+                    initial_indent=head,
+                    subsequent_indent=" " * indent,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            )
 
 
 def text_of(value: Any) -> str:

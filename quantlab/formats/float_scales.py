@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantlab.formats.groups import Groups
-from quantlab.formats.recipe import DividingRecipe, Scales, largest_scale
+from quantlab.formats.recipe import DividingRecipe, Explanation, Scales, largest_scale
 from quantlab.formats.rounding import divide, multiply
 from quantlab.formats.table import FLOAT_ELEMENTS, Element, Integer
 
@@ -76,6 +76,20 @@ class FloatScaled(DividingRecipe):
         aligned, factors = self.groups.align(values, scales.stored)
         aligned *= factors
         return values
+
+    def explain(self) -> Explanation:
+        bound = largest_scale(self.element.max)
+        if not self.stores_reciprocal:
+            rule = f"s = clamp(a / {self.largest:.9g}, 2^-149, {bound:.9g}) if a > 0 else 1"
+            steps = (("scale, float32", rule), ("quotient", "q = x / s"), ("value", "v = c * s"))
+            return Explanation(steps)
+        steps = (
+            ("encode scale", f"e = clamp({self.largest:.9g} / a, 1 / {bound:.9g}, MAX) if a > 0 else 1"),
+            ("scale, float32", "s = 1 / e"),
+            ("quotient", "q = x * e"),
+            ("value", "v = c * s"),
+        )
+        return Explanation(steps)
 
     def _encode_scale(self, amax: Tensor) -> Tensor:
         """largest / amax, 1.0 for zeros; kept finite and with a finite reciprocal."""

@@ -51,6 +51,7 @@ class FourOverSix:
     reconstruct: Callable[[Tensor, Tensor, Tensor], Tensor]  # value, scale, global value -> compared with x
     metric: str
     halves_first: bool = False  # errors are added like torch.sum does on a CPU: i to i + 8, then in order
+    scale_max: int = SCALE_MAXIMA[0]  # where the global value puts the largest block scale
 
 
 def encode(
@@ -143,7 +144,7 @@ def _split_options(options: str) -> tuple[str | None, int | None]:
 @lru_cache
 def _build(build: "_Builder", metric: str, scale_max: int) -> FourOverSix:
     """One object for equal arguments, so that equal rules compare equal."""
-    return build(metric, scale_max)
+    return replace(build(metric, scale_max), scale_max=scale_max)
 
 
 @dataclass(frozen=True)

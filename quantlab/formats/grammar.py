@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from quantlab.errors import InputError, unknown_name
 from quantlab.formats.format import RESIDUAL_DTYPES, Format
-from quantlab.formats.four_over_six import canonical_options
+from quantlab.formats.four_over_six import METRICS, SCALE_MAXIMA, canonical_options
 from quantlab.formats.nvfp4 import DEFAULT_FLOOR, FLOORS
 from quantlab.formats.nvfp4_profiles import PROFILES as NVFP4_PROFILES
 from quantlab.formats.recipes import canonical_profile, profiles_of
@@ -63,6 +63,34 @@ def _parse(text: str) -> Format:
     return Format(name, **{key: value for key, value in fields.items() if value is not None})
 
 
+def choices(row: FormatRow) -> dict[str, list[str]]:
+    """What may follow the name in a text of the format, by kind; the first of a kind is its default if it has one.
+
+    Not all of it goes together; ``parse`` decides.
+    """
+    element = row.element
+    scaled = row.scaling is not Scaling.NONE
+    nvfp4 = row.scaling is Scaling.NVFP4
+    offered = {
+        "granularity": [f":{name}" for name in row.granularities],
+        "library": [f"+as.{name}" for name in profiles_of(row)],
+        "scale": [f"+scale.{name}" for name in row.scales],
+        "floor": [f"+floor.{name}" for name in (DEFAULT_FLOOR, *(f for f in FLOORS if f != DEFAULT_FLOOR))],
+        "four over six": ["+4over6", *(f"+4over6.{m}.{s}" for m in METRICS for s in SCALE_MAXIMA)],
+        "overflow": [f"+overflow.{mode.value}" for mode in _overflows(row)],
+        "rotation": ["+hadamard", "+hadamard.<seed>"],
+        "rounding": ["+rz", "+sr", "+sr<bits>"],
+        "error feedback": ["+ef", "+ef.<format>"],
+    }
+    if not nvfp4:
+        del offered["floor"], offered["four over six"]
+    if not scaled:
+        del offered["rotation"], offered["error feedback"]
+    if element.name in ("fp32", "fp64"):
+        return {}
+    return {kind: texts for kind, texts in offered.items() if texts}
+
+
 def _split(modifier: str) -> tuple[str, str | None]:
     """The word of a modifier and what follows it, None if nothing does."""
     if modifier.startswith("sr"):
@@ -111,14 +139,20 @@ def _four_over_six(text: str, row: FormatRow, options: str | None) -> dict:
 
 
 def _overflow(text: str, row: FormatRow, mode: str | None) -> dict:
-    element, valid = row.element, []
-    if row.scaling is Scaling.NONE and isinstance(element, Element):
-        valid = [overflow.value for overflow in element.overflows]
+    element, valid = row.element, [overflow.value for overflow in _overflows(row)]
     if mode not in valid:
         raise InputError("format", text, _offer(row, "overflow", valid))
     assert isinstance(element, Element)
     chosen = Overflow(mode)
     return {"overflow": None if chosen is element.overflow else chosen}
+
+
+def _overflows(row: FormatRow) -> list[Overflow]:
+    """The element's own first; empty for a scaled format, whose overflow no text changes."""
+    element = row.element
+    if row.scaling is not Scaling.NONE or not isinstance(element, Element):
+        return []
+    return sorted(element.overflows, key=lambda overflow: overflow is not element.overflow)
 
 
 def _hadamard(text: str, row: FormatRow, seed: str | None) -> dict:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantlab.errors import unknown_name
 from quantlab.formats.groups import Groups
-from quantlab.formats.recipe import DividingRecipe, Scales
+from quantlab.formats.recipe import DividingRecipe, Explanation, Scales
 from quantlab.formats.rounding import power_of_two
 from quantlab.formats.table import Element
 
@@ -117,6 +117,20 @@ class Mx(DividingRecipe):
             return values
         largest = torch.finfo(torch.float32).max
         return torch.where(infinite, values, values.clamp(-largest, largest))
+
+    def explain(self) -> Explanation:
+        emax, bump = self.element.max_exponent, raising_mantissa(self.element, self.mode)
+        # The limit itself is a double: the first mantissa beyond which the scale doubles, or that mantissa.
+        inclusive = bump % 2**29 == 0
+        limit = (1 + (bump if inclusive else bump - 1) / 2**52) * 2.0**emax
+        condition = f" + (a {'>=' if inclusive else '>'} {limit:.9g} * 2^(exponent(a) - {emax}))"
+        steps = (
+            ("exponent", f"k = exponent(a) - {emax}" + ("" if self.mode == "floor" else condition)),
+            ("scale, E8M0", "s = 2^clamp(k, -127, 127)"),
+            ("quotient", "q = x / s"),
+            ("value", "v = clamp(c * s, -MAX, MAX)"),
+        )
+        return Explanation(steps)
 
 
 def _may_overflow(scales: Tensor) -> bool:

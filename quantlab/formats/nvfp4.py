@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantlab.formats import fused
 from quantlab.formats.groups import Groups
-from quantlab.formats.recipe import DividingRecipe, Scales, largest_scale
+from quantlab.formats.recipe import DividingRecipe, Explanation, Scales, largest_scale
 from quantlab.formats.rounding import divide
 from quantlab.formats.table import FLOAT_ELEMENTS
 
@@ -74,6 +74,21 @@ class Nvfp4(DividingRecipe):
             return scales.multipliers
         blocks = fused.decode(scales.stored, SCALE_ELEMENT)
         return blocks.mul_(spread(scales.global_scale, blocks))
+
+    def explain(self) -> Explanation:
+        bound = largest_scale(SCALE_ELEMENT.max, CODE_MAX)
+        shared = ("global scale, float32", f"g = clamp(A / 2688, 2^-149, {bound:.9g}) if A > 0 else 1")
+        if self.granularity == "none":
+            shared = ("no global scale", "g = 1")
+        block = f"{'E4M3_up' if self.scale == 'ceil' else 'E4M3'}(a / (6 * g))"
+        block = block if self.floor == "0" else f"max({block}, {self.floor})"
+        steps = (
+            shared,
+            ("block scale, E4M3", f"s = {block} if a > 0 else 0"),
+            ("quotient", "q = x / (s * g) if s * g > 0 else 0"),
+            ("value", "v = c * (s * g)"),
+        )
+        return Explanation(steps)
 
     def global_scale(self, amax: Tensor) -> Tensor | None:
         """float32 from the blocks' largest magnitudes (..., V, blocks); None with granularity "none"."""

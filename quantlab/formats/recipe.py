@@ -25,6 +25,41 @@ class Scales:
     multipliers: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Explanation:
+    """A recipe for people, and for the test that evaluates it.
+
+    steps: (what it is, "name = expression") in order.  Expressions are Python on float32 scalars, each operation
+    rounded, except that ^ is a power: x a value, a the largest magnitude of what shares its scale, A of what shares
+    its global value, low and high the extremes of the group, s the scale and g the global value that are stored, q
+    what is rounded to an element, c the number that its code stands for, v the number decoded; the functions are
+    those of ``FUNCTIONS``.  A step whose name begins with "(" is prose.
+    cast: where it is not the element's own, how q becomes a code under nearest rounding.
+    reproduces, differs, source: for a library profile, what has these bits, how it departs from the canonical
+    recipe, and where it was read.
+    """
+
+    steps: tuple[tuple[str, str], ...]
+    cast: str = ""
+    reproduces: str = ""
+    differs: tuple[str, ...] = ()
+    source: str = ""
+
+
+FUNCTIONS = {
+    "E4M3": "the nearest number of E4M3, ties to even, at most 448",
+    "E4M3_up": "the next number of E4M3 that is not smaller, at most 448",
+    "clamp": "clamp(z, low, high): z, but at least low and at most high",
+    "exponent": "floor(log2(z)), exact; -inf for 0",
+    "exponent_field": "the exponent that float32 stores; -127 for 0 and subnormals",
+    "is_power": "whether the mantissa bits of a float32 are zero",
+    "log2f": "log2 rounded to float32, so that just below a power of two it gives the power",
+    "round_mantissa": "round_mantissa(z, n): z rounded to n mantissa bits, ties up",
+    "MAX": "the largest float32, 3.4028235e+38",
+}
+"""What the expressions of an Explanation may call, beside abs, min, max, floor, ceil and isfinite."""
+
+
 class Recipe(ABC):
     """A scaled format's arithmetic.  x is float32, or float64 of at most float32's range; it is not written."""
 
@@ -35,6 +70,10 @@ class Recipe(ABC):
     @abstractmethod
     def decode(self, values: Tensor, scales: Scales) -> Tensor:
         """float32 values of elements times their scales, (..., K); ``values`` may be overwritten."""
+
+    @abstractmethod
+    def explain(self) -> Explanation:
+        """The arithmetic in formulas."""
 
 
 class DividingRecipe(Recipe):

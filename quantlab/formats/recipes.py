@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantlab.formats import four_over_six, fused, mx_profiles, nvfp4_arithmetic
+from quantlab.formats import (
+    float_scale_notes,
+    four_over_six,
+    fused,
+    mx_notes,
+    mx_profiles,
+    nvfp4_arithmetic,
+    nvfp4_notes,
+)
 from quantlab.formats.float_scale_profiles import FLOAT_SCALE_PROFILES, FloatScaleProfile
 from quantlab.formats.float_scales import GROUPS, FloatScaled
 from quantlab.formats.four_over_six import FourOverSix
@@ -16,9 +24,9 @@ from quantlab.formats.mx_profiles import MX_PROFILES, MXProfile
 from quantlab.formats.nvfp4 import DEFAULT_FLOOR, Nvfp4
 from quantlab.formats.nvfp4_arithmetic import Nvfp4Arithmetic, global_amax
 from quantlab.formats.nvfp4_profiles import PROFILES as NVFP4_PROFILES
-from quantlab.formats.recipe import Cast, Recipe, Scales
+from quantlab.formats.recipe import Cast, Explanation, Recipe, Scales
 from quantlab.formats.rounding import Rounding
-from quantlab.formats.table import FLOAT_ELEMENTS, Element, FormatRow, Scaling
+from quantlab.formats.table import FLOAT_ELEMENTS, Element, FormatRow, Integer, Scaling
 
 if TYPE_CHECKING:
     from quantlab.formats.format import Format
@@ -54,6 +62,11 @@ class ProfiledNvfp4(Recipe):
         arithmetic = rule.arithmetic if isinstance(rule, FourOverSix) else rule
         return nvfp4_arithmetic.decode(arithmetic, values, scales.stored, scales.global_scale)
 
+    def explain(self) -> Explanation:
+        if isinstance(self.arithmetic, FourOverSix):
+            return nvfp4_notes.explain_four_over_six(self.arithmetic)
+        return nvfp4_notes.explain(self.arithmetic.name, self.granularity)
+
 
 @dataclass(frozen=True)
 class ProfiledMx(Recipe):
@@ -71,12 +84,16 @@ class ProfiledMx(Recipe):
     def decode(self, values: Tensor, scales: Scales) -> Tensor:
         return mx_profiles.decode(values, scales.stored, self.profile)
 
+    def explain(self) -> Explanation:
+        return mx_notes.explain(self.profile.library, self.profile.variant, self.element)
+
 
 @dataclass(frozen=True)
 class ProfiledFloatScale(Recipe):
     """FP32 scales in a library's convention."""
 
     profile: FloatScaleProfile
+    element: Element | Integer
     groups: Groups
     own_cast: bool
 
@@ -91,6 +108,9 @@ class ProfiledFloatScale(Recipe):
     def decode(self, values: Tensor, scales: Scales) -> Tensor:
         aligned, stored = self.groups.align(values, scales.stored)
         return self.profile.decode(aligned, stored).view(values.shape)
+
+    def explain(self) -> Explanation:
+        return float_scale_notes.explain(self.profile.library, self.profile.variant, self.element)
 
 
 def profiles_of(row: FormatRow) -> tuple[str, ...]:
@@ -122,7 +142,7 @@ def recipe_of(fmt: "Format") -> Recipe | None:
     if row.scaling is Scaling.FLOAT32:
         if fmt.profile is None:
             return FloatScaled(row.element, granularity, scale)
-        return ProfiledFloatScale(_float_scale(row)[fmt.profile], GROUPS[granularity], own_cast)
+        return ProfiledFloatScale(_float_scale(row)[fmt.profile], row.element, GROUPS[granularity], own_cast)
     if row.scaling is Scaling.MX:
         assert isinstance(row.element, Element)
         if fmt.profile is None:
