@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantlab.errors import InputError
-from quantlab.formats import compiled, parse
+from quantlab.formats import compiled, loops, parse
 from tests.formats.oracle import midpoints
 
 FAST = ["mxfp8_e4m3"]
@@ -196,8 +196,8 @@ def test_without_a_compiler_one_message_and_equal_results(monkeypatch, tmp_path)
     import torch._inductor.config as config
 
     monkeypatch.setattr(compiled, "_failed", False)
-    for loop in ("_amax_loop", "_encode_groups", "_round_groups", "_decode_groups"):
-        monkeypatch.setattr(compiled, loop, getattr(compiled, loop).__wrapped__)
+    for loop in ("amax_loop", "encode_groups", "round_groups", "decode_groups"):
+        monkeypatch.setattr(loops, loop, getattr(loops, loop).__wrapped__)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     x, fmt = torch.randn(4, 96, generator=torch.Generator().manual_seed(0)), parse("mxfp8_e4m3")
     broken = config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True})
