@@ -48,7 +48,7 @@ class Explanation:
 
 FUNCTIONS = {
     "E4M3": "the nearest number of E4M3, ties to even, at most 448",
-    "E4M3_up": "the next number of E4M3 that is not smaller, at most 448",
+    "E4M3_up": "the next number of E4M3 that is not smaller but for 2^-21, at most 448",
     "clamp": "clamp(z, low, high): z, but at least low and at most high",
     "exponent": "floor(log2(z)), exact; -inf for 0",
     "exponent_field": "the exponent that float32 stores; -127 for 0 and subnormals",

@@ -47,7 +47,7 @@ def e4m3(z):
 
 def e4m3_up(z):
     table = [F(value) for value in decode(torch.arange(127, dtype=torch.uint8), SCALE_ELEMENT).tolist()]
-    return min((value for value in table if value >= z), default=F(448))
+    return min((value for value in table if value >= z * F(1 - 2.0**-21)), default=F(448))
 
 
 def power(base, exponent):
