@@ -5,12 +5,13 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from quantlab.errors import InputError, unknown_name
-from quantlab.formats.format import RESIDUAL_DTYPES, Format
+from quantlab.formats.format import Format
 from quantlab.formats.four_over_six import METRICS, SCALE_MAXIMA, canonical_options
 from quantlab.formats.nvfp4 import DEFAULT_FLOOR, FLOORS
 from quantlab.formats.nvfp4_profiles import PROFILES as NVFP4_PROFILES
 from quantlab.formats.recipes import canonical_profile, profiles_of
 from quantlab.formats.rounding import EXACT_BITS, Rounding
+from quantlab.formats.storage import RESIDUAL_DTYPES
 from quantlab.formats.table import (
     ALIASES,
     FORMATS,
