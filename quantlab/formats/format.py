@@ -206,6 +206,8 @@ class Format:
         if x.dtype not in _INPUT_DTYPES or x.dim() == 0:
             expected = "float32, float64, float16 or bfloat16 of shape (..., K)"
             raise InputError("x", f"{x.dtype} {tuple(x.shape)}", expected)
+        if x.is_meta or x.layout != torch.strided:
+            raise InputError("x", f"{x.layout} on {x.device}", "a dense tensor that holds numbers")
         if specials not in SPECIALS:
             raise InputError("specials", specials, " or ".join(SPECIALS))
         if (random_bits is not None) != self.stochastic:

@@ -208,3 +208,12 @@ def test_a_residual_of_another_format_is_refused():
             fmt.quantize(x, residual=residual)
     with pytest.raises(InputError, match=r"^encoded\.residual"):
         fmt.pack(dataclasses.replace(fmt.quantize(x), residual=wrong[0]))
+
+
+@pytest.mark.parametrize("text", ["fp32", "e4m3", "nvfp4", "int8+ef"])
+def test_tensors_without_numbers_in_memory_are_refused(text):
+    for x in (torch.empty(2, 16, device="meta"), torch.ones(2, 16).to_sparse()):
+        with pytest.raises(InputError, match=r"^x .*a dense tensor that holds numbers"):
+            parse(text).quantize(x)
+        with pytest.raises(InputError, match=r"^x "):
+            parse(text).round(x)
