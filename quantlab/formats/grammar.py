@@ -177,7 +177,7 @@ def _stochastic(text: str, row: FormatRow, bits: str | None) -> dict:
 
 def _error_feedback(text: str, row: FormatRow, residual: str | None) -> dict:
     valid = [*RESIDUAL_DTYPES, *(name for name in FORMATS if name not in ("fp64", *RESIDUAL_DTYPES))]
-    residual = ALIASES.get(residual or "fp16", residual or "fp16")
+    residual = "fp16" if residual is None else ALIASES.get(residual, residual)
     if residual not in valid:
         raise InputError("format", text, f"+ef.<format> with {', '.join(valid)}")
     if row.scaling is Scaling.NONE:
