@@ -251,3 +251,8 @@ def test_explanations_fit_the_terminal(columns, monkeypatch):
     lines = terminal.getvalue().splitlines()
     assert all(len(line) <= columns or len(line.split()) <= 3 for line in lines)
     assert max(map(len, lines)) > columns - 10
+
+
+def test_a_number_beyond_float32_warns_of_nothing(recwarn):
+    assert "1e+39" in shown("try", "fp64", "1e39", "--dtype", "float64")
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
