@@ -299,3 +299,9 @@ class Format:
         dtype = RESIDUAL_DTYPES[self.error_feedback or "fp16"]
         largest = torch.finfo(dtype).max
         return error.clamp(-largest, largest).to(dtype)
+
+
+def check_format(fmt: object) -> None:
+    """InputError for the text of a format where a Format is needed."""
+    if not isinstance(fmt, Format):
+        raise InputError("fmt", fmt, "a Format, such as parse('nvfp4') gives")
