@@ -141,8 +141,12 @@ def try_numbers(
 
 def _words(numbers: list[str], file: Path | None) -> list[str]:
     words = (
-        [] if file is None else file.read_text(encoding="utf-8", errors="replace").replace(",", " ").split()
+        []
+        if file is None
+        else file.read_text(encoding="utf-8", errors="replace").replace(",", " ").split()
     )
+    if "-" in numbers and sys.stdin is None:
+        raise InputError("number", "-", "an open standard input")
     for number in numbers:
         words += (
             sys.stdin.buffer.read().decode("utf-8", "replace").replace(",", " ").split()

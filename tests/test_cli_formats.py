@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from quantlab.cli import app
+from quantlab.cli_formats import _words
 from quantlab.errors import InputError
 from quantlab.formats import parse, random_words
 from quantlab.formats.describe import describe
@@ -256,3 +257,11 @@ def test_explanations_fit_the_terminal(columns, monkeypatch):
 def test_a_number_beyond_float32_warns_of_nothing(recwarn):
     assert "1e+39" in shown("try", "fp64", "1e39", "--dtype", "float64")
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
+
+
+def test_closed_streams_are_no_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(InputError, match=r"^number '-': expected an open standard input"):
+        _words(["-"], None)
+    monkeypatch.setattr(sys, "stdout", None)
+    print_sections([("nvfp4", [("scale", "1")])])
