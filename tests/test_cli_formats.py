@@ -265,3 +265,14 @@ def test_closed_streams_are_no_traceback(monkeypatch):
         _words(["-"], None)
     monkeypatch.setattr(sys, "stdout", None)
     print_sections([("nvfp4", [("scale", "1")])])
+
+
+def test_a_file_of_windows_may_begin_with_a_mark(tmp_path):
+    path = tmp_path / "numbers.txt"
+    path.write_bytes(b"\xef\xbb\xbf1 2")
+    assert _words([], path) == ["1", "2"]
+
+
+def test_slashes_alone_are_quoted_in_the_refusal():
+    with pytest.raises(InputError, match=r"^numbers '/ /': "):
+        formats("try", "nvfp4", "/", "/")
