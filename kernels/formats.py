@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quantlab.errors import InputError
 from quantlab.formats import Encoded, Format
+from quantlab.formats.format import check_format
 from quantlab.formats.fused import code_dtype
 from quantlab.formats.rounding import EXACT_BITS
 from quantlab.formats.storage import Packed
@@ -41,6 +42,7 @@ def quantize_packed(fmt: Format, x: Tensor, random_bits: Tensor | None = None) -
     Raises:
         InputError: see ``quantize``; or the format is another one.
     """
+    check_format(fmt)
     if fmt.element.bits != 4 or fmt.recipe is None or fmt.granularity in ("tile32", "head"):
         raise InputError("fmt", fmt.text, "a format of 4-bit elements with scales within a value row")
     _admit(fmt, x, random_bits)
@@ -56,8 +58,12 @@ def dequantize(fmt: Format, encoded: Encoded) -> Tensor:
         InputError: a tensor of ``encoded`` is none that ``quantize`` gives; no kernel serves the format.
     """
     _check_served(fmt)
+    if not isinstance(encoded, Encoded):
+        raise InputError("encoded", type(encoded).__name__, f"an Encoded of {fmt.text}")
     if not fmt.rounded:
         return fmt.dequantize(encoded)
+    if not isinstance(encoded.codes, Tensor) or encoded.codes.dim() == 0:
+        raise InputError("encoded.codes", encoded.codes, "a tensor of shape (..., K)")
     codes, scales, global_scale = encoded.codes, encoded.scales, encoded.global_scale
     _check_stored("encoded.codes", codes, code_dtype(fmt.element), codes.shape, codes.device)
     if fmt.recipe is None:
@@ -104,8 +110,8 @@ def _check_stored(
     name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> None:
     wanted = f"contiguous {dtype} of shape {tuple(shape)}"
-    if tensor is None:
-        raise InputError(name, None, wanted)
+    if not isinstance(tensor, Tensor):
+        raise InputError(name, tensor, wanted)
     if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
         value = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
         raise InputError(name, value, wanted)
@@ -121,6 +127,7 @@ def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 def _check_served(fmt: Format) -> None:
     """InputError unless the kernels serve the format."""
+    check_format(fmt)
     without = {
         "no library profile": fmt.profile is not None,
         "no four-over-six": fmt.four_over_six is not None,

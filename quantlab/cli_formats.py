@@ -141,8 +141,12 @@ def try_numbers(
 
 def _words(numbers: list[str], file: Path | None) -> list[str]:
     words = (
-        [] if file is None else file.read_text(encoding="utf-8", errors="replace").replace(",", " ").split()
+        []
+        if file is None
+        else file.read_text(encoding="utf-8-sig", errors="replace").replace(",", " ").split()
     )
+    if "-" in numbers and sys.stdin is None:
+        raise InputError("number", "-", "an open standard input")
     for number in numbers:
         words += (
             sys.stdin.buffer.read().decode("utf-8", "replace").replace(",", " ").split()
@@ -170,7 +174,7 @@ def _values(fmt: "Format", words: list[str]) -> tuple[list[float], list[int]]:
         if len(values) > MOST_VALUES:
             raise InputError("numbers", f"more than {MOST_VALUES}", f"at most {MOST_VALUES} numbers")
     if not given:
-        raise InputError("numbers", "", "at least one number")
+        raise InputError("numbers", " ".join(words), "at least one number")
     return values, given
 
 

@@ -59,7 +59,7 @@ def print_table(
         table.add_row(*(text_of(row.get(column)) for column in columns))
     console = Console()
     needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-    if not sys.stdout.isatty():
+    if not _is_terminal():
         # A pipe has no width: give every column the room it needs.
         Console(width=max(80, needed)).print(table)
     elif needed <= console.width:
@@ -78,7 +78,7 @@ def print_table(
 
 def print_sections(sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
     """Titled lines of label and text, broken at the terminal's width; a pipe is 100 wide."""
-    width = min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else 100
+    width = min(shutil.get_terminal_size().columns, 140) if _is_terminal() else 100
     indent = 2 + max(len(label) for _, lines in sections for label, _ in lines) + 2
     for number, (title, lines) in enumerate(sections):
         if number:
@@ -111,3 +111,8 @@ def text_of(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{k} {text_of(v)}" for k, v in value.items() if v is not None)
     return str(value)
+
+
+def _is_terminal() -> bool:
+    """Python has no standard output at all where the shell closed it."""
+    return sys.stdout is not None and sys.stdout.isatty()

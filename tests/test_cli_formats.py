@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from quantlab.cli import app
+from quantlab.cli_formats import _words
 from quantlab.errors import InputError
 from quantlab.formats import parse, random_words
 from quantlab.formats.describe import describe
@@ -251,3 +252,27 @@ def test_explanations_fit_the_terminal(columns, monkeypatch):
     lines = terminal.getvalue().splitlines()
     assert all(len(line) <= columns or len(line.split()) <= 3 for line in lines)
     assert max(map(len, lines)) > columns - 10
+
+
+def test_a_number_beyond_float32_warns_of_nothing(recwarn):
+    assert "1e+39" in shown("try", "fp64", "1e39", "--dtype", "float64")
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
+
+
+def test_closed_streams_are_no_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(InputError, match=r"^number '-': expected an open standard input"):
+        _words(["-"], None)
+    monkeypatch.setattr(sys, "stdout", None)
+    print_sections([("nvfp4", [("scale", "1")])])
+
+
+def test_a_file_of_windows_may_begin_with_a_mark(tmp_path):
+    path = tmp_path / "numbers.txt"
+    path.write_bytes(b"\xef\xbb\xbf1 2")
+    assert _words([], path) == ["1", "2"]
+
+
+def test_slashes_alone_are_quoted_in_the_refusal():
+    with pytest.raises(InputError, match=r"^numbers '/ /': "):
+        formats("try", "nvfp4", "/", "/")

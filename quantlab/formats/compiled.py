@@ -20,12 +20,12 @@ from torch import Tensor
 
 from quantlab.formats import fused, loops
 from quantlab.formats.float_scales import FloatScaled
-from quantlab.formats.format import Format
+from quantlab.formats.format import Format, check_format
 from quantlab.formats.mx import SCALE_BIAS, Mx, decode_scales, scale_codes
 from quantlab.formats.nvfp4 import BLOCK, Nvfp4, spread
 from quantlab.formats.recipe import Scales
 from quantlab.formats.rounding import Rounding
-from quantlab.formats.storage import Encoded
+from quantlab.formats.storage import Encoded, check_encoded
 from quantlab.formats.table import Element
 
 MINIMUM_SIZE = 1 << 19
@@ -38,6 +38,7 @@ def quantize(fmt: Format, x: Tensor, random_bits: Tensor | None = None) -> Encod
     The first call for a kind of format compiles, which takes seconds.  Without a C++ compiler one warning says so,
     and the Format does the work from then on.
     """
+    check_format(fmt)
     encoded = None
     if random_bits is None and _serves(fmt, x, torch.float32):
         encoded = _attempt(_quantize, fmt, x)
@@ -46,6 +47,8 @@ def quantize(fmt: Format, x: Tensor, random_bits: Tensor | None = None) -> Encod
 
 def dequantize(fmt: Format, encoded: Encoded) -> Tensor:
     """``fmt.dequantize(encoded)``, bit for bit; otherwise as ``quantize``."""
+    check_format(fmt)
+    check_encoded(fmt, encoded, residual=False)
     dtype = fused.code_dtype(fmt.element)
     values = _attempt(_dequantize, fmt, encoded) if _serves(fmt, encoded.codes, dtype) else None
     return fmt.dequantize(encoded) if values is None else values
@@ -53,6 +56,7 @@ def dequantize(fmt: Format, encoded: Encoded) -> Tensor:
 
 def round(fmt: Format, x: Tensor, random_bits: Tensor | None = None) -> Tensor:
     """``fmt.round(x, random_bits)``, bit for bit and with its errors; otherwise as ``quantize``."""
+    check_format(fmt)
     values = None
     if random_bits is None and _serves(fmt, x, torch.float32):
         values = _attempt(_round, fmt, x)

@@ -72,7 +72,7 @@ def number_text(value: float) -> str:
     value = float(value)
     if not math.isfinite(value):
         return "NaN" if value != value else "Inf" if value > 0 else "-Inf"
-    fits = abs(value) <= np.finfo(np.float32).max and float(np.float32(value)) == value
+    fits = abs(value) <= float(np.finfo(np.float32).max) and float(np.float32(value)) == value
     narrow = np.float32(value) if fits else np.float64(value)
     if value == 0 or 1e-4 <= abs(value) < 1e9:
         return np.format_float_positional(narrow, trim="-")

@@ -15,10 +15,9 @@ from quantlab.formats.nvfp4_arithmetic import NO_CODE
 from quantlab.formats.recipe import DividingRecipe, Recipe, Scales
 from quantlab.formats.recipes import recipe_of
 from quantlab.formats.rounding import Rounding
-from quantlab.formats.storage import Encoded, Packed
+from quantlab.formats.storage import RESIDUAL_DTYPES, Encoded, Packed
 from quantlab.formats.table import FORMATS, Element, FormatRow, Integer, Overflow, Scaling
 
-RESIDUAL_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}
 SPECIALS = ("raise", "hardware")
 _PLAIN_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 _INPUT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -146,7 +145,11 @@ class Format:
         return dataclasses.replace(encoded, residual=self._store_residual(error))
 
     def dequantize(self, encoded: Encoded) -> Tensor:
-        """float32 (..., K), float64 for fp64; the residual is not part of the value."""
+        """float32 (..., K), float64 for fp64; the residual is not part of the value.
+
+        Errors: InputError for codes and scales that are none of this format's.
+        """
+        storage.check_encoded(self, encoded, residual=False)
         if not self.rounded:
             return encoded.codes
         return rotate(self._decode(encoded), self.hadamard, inverse=True)
@@ -203,6 +206,8 @@ class Format:
         if x.dtype not in _INPUT_DTYPES or x.dim() == 0:
             expected = "float32, float64, float16 or bfloat16 of shape (..., K)"
             raise InputError("x", f"{x.dtype} {tuple(x.shape)}", expected)
+        if x.is_meta or x.layout != torch.strided:
+            raise InputError("x", f"{x.layout} on {x.device}", "a dense tensor that holds numbers")
         if specials not in SPECIALS:
             raise InputError("specials", specials, " or ".join(SPECIALS))
         if (random_bits is not None) != self.stochastic:
@@ -228,6 +233,9 @@ class Format:
         if values.shape != x.shape:
             value = f"a tensor {tuple(values.shape)}"
             raise InputError("residual", value, f"shape {tuple(x.shape)} for {self.text}")
+        if isinstance(residual, Encoded):
+            assert self.residual_format is not None
+            storage.check_encoded(self.residual_format, residual, "residual", residual=False)
         if isinstance(residual, Tensor) and not residual.is_floating_point():
             raise InputError("residual", str(residual.dtype), f"a float dtype for {self.text}")
 
@@ -291,3 +299,9 @@ class Format:
         dtype = RESIDUAL_DTYPES[self.error_feedback or "fp16"]
         largest = torch.finfo(dtype).max
         return error.clamp(-largest, largest).to(dtype)
+
+
+def check_format(fmt: object) -> None:
+    """InputError for the text of a format where a Format is needed."""
+    if not isinstance(fmt, Format):
+        raise InputError("fmt", fmt, "a Format, such as parse('nvfp4') gives")

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from quantlab.errors import InputError, unknown_name
-from quantlab.formats.format import RESIDUAL_DTYPES, Format
+from quantlab.formats.format import Format
 from quantlab.formats.four_over_six import METRICS, SCALE_MAXIMA, canonical_options
 from quantlab.formats.nvfp4 import DEFAULT_FLOOR, FLOORS
 from quantlab.formats.nvfp4_profiles import PROFILES as NVFP4_PROFILES
 from quantlab.formats.recipes import canonical_profile, profiles_of
 from quantlab.formats.rounding import EXACT_BITS, Rounding
+from quantlab.formats.storage import RESIDUAL_DTYPES
 from quantlab.formats.table import (
     ALIASES,
     FORMATS,
@@ -176,7 +177,7 @@ def _stochastic(text: str, row: FormatRow, bits: str | None) -> dict:
 
 def _error_feedback(text: str, row: FormatRow, residual: str | None) -> dict:
     valid = [*RESIDUAL_DTYPES, *(name for name in FORMATS if name not in ("fp64", *RESIDUAL_DTYPES))]
-    residual = ALIASES.get(residual or "fp16", residual or "fp16")
+    residual = "fp16" if residual is None else ALIASES.get(residual, residual)
     if residual not in valid:
         raise InputError("format", text, f"+ef.<format> with {', '.join(valid)}")
     if row.scaling is Scaling.NONE:

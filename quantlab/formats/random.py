@@ -42,10 +42,14 @@ def philox_4x32(counter: Tensor, key: tuple[int, int], rounds: int = 10) -> Tens
     of ``counter``.  rounds: 10 is the published strength, 7 its fastest that passes the statistical tests, 5 what
     serving configurations use.
     """
+    _check_tensor("counter", counter)
     if counter.dtype != torch.int64 or counter.dim() == 0 or counter.shape[-1] != 4:
         raise InputError("counter", f"{counter.dtype} {tuple(counter.shape)}", "int64 of shape (..., 4)")
-    if rounds < 1:
-        raise InputError("rounds", rounds, "at least 1")
+    _check_rounds(rounds)
+    if not isinstance(key, (tuple, list)) or len(key) != 2:
+        raise InputError("key", key, "two integers")
+    for word in key:
+        _check_integer("key", word)
     if counter.device.type != "cpu":
         return _torch_rounds(counter, key, rounds)
     words = [word.numpy().astype(np.uint64) for word in counter.unbind(-1)]
@@ -71,9 +75,11 @@ def words_at(offsets: Tensor, seed: int, rounds: int = 10, word: int = 0) -> Ten
     Counter = (offset low, offset high, 0, 0), key = the 64-bit seed; ``word`` 0 to 3 of the four is taken, 0 by
     the kernels that store vLLM's state with one draw an element.  offsets: int64, e.g. addresses in the state.
     """
+    _check_tensor("offsets", offsets)
+    _check_integer("seed", seed)
     if offsets.dtype != torch.int64:
         raise InputError("offsets", str(offsets.dtype), "int64")
-    if word not in (0, 1, 2, 3):
+    if word not in (0, 1, 2, 3) or isinstance(word, bool):
         raise InputError("word", word, "0, 1, 2 or 3")
     zeros = torch.zeros_like(offsets)
     counter = torch.stack((offsets & _WORD, (offsets >> 32) & _WORD, zeros, zeros), -1)
@@ -96,8 +102,15 @@ def random_words(
     changes a sequence's words.  store_numbers, sequence_ids: int64 (B,), used modulo 2^32; part: 0..3.
     Computed on the CPU, returned on the device of ``store_numbers``.
     """
+    sizes = list(shape) if isinstance(shape, (tuple, list)) else []
+    if len(sizes) != 4 or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in sizes):
+        raise InputError("shape", shape, "four sizes (B, H, V, K)")
+    for name, number in (("seed", seed), ("layer", layer), ("part", part)):
+        _check_integer(name, number)
+    _check_rounds(rounds)
     batch, elements = shape[0], shape[1] * shape[2] * shape[3]
     for name, value in (("store_numbers", store_numbers), ("sequence_ids", sequence_ids)):
+        _check_tensor(name, value)
         if value.dtype != torch.int64 or value.shape != (batch,):
             raise InputError(name, f"{value.dtype} {tuple(value.shape)}", f"int64 of shape ({batch},)")
     if not 0 <= part < 4:
@@ -116,3 +129,19 @@ def random_words(
                 output[row, start : start + len(index), position] = word
     flat = torch.from_numpy(output.view(np.int64)).flatten(1)[:, :elements]
     return flat.reshape(shape).to(store_numbers.device)
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise InputError(name, type(value).__name__, "a tensor of int64")
+
+
+def _check_integer(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise InputError(name, value, "an integer")
+
+
+def _check_rounds(rounds: object) -> None:
+    """None at all would hand out the counter itself."""
+    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+        raise InputError("rounds", rounds, "a whole number, at least 1")

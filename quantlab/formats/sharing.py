@@ -59,6 +59,8 @@ def shared_random_bits(words: Tensor, layout: str) -> Tensor:
     ``+sr<random_bits>`` takes as random_bits.  Errors: InputError for an unknown layout or another dtype.
     """
     sharing = _sharing(layout)
+    if not isinstance(words, Tensor):
+        raise InputError("words", type(words).__name__, "a tensor of int64")
     if words.dtype != torch.int64 or words.dim() == 0:
         raise InputError("words", f"{words.dtype} {tuple(words.shape)}", "int64 of shape (..., G)")
     bits = words[..., None] >> torch.tensor(sharing.shifts, device=words.device)
@@ -74,6 +76,8 @@ def pack_shared(codes: Tensor, layout: str) -> Tensor:
     Errors: InputError for an unknown layout, or a last dimension that is no multiple of its elements.
     """
     sharing = _sharing(layout)
+    if not isinstance(codes, Tensor) or codes.is_floating_point() or codes.is_complex():
+        raise InputError("codes", getattr(codes, "dtype", type(codes).__name__), "a tensor of integer codes")
     if codes.dim() == 0 or codes.shape[-1] % sharing.elements:
         raise InputError(
             "codes", tuple(codes.shape), f"a last dimension of whole groups of {sharing.elements}"
@@ -85,6 +89,8 @@ def pack_shared(codes: Tensor, layout: str) -> Tensor:
 
 
 def _sharing(layout: str) -> Sharing:
+    if not isinstance(layout, str):
+        raise InputError("layout", layout, f"one of {', '.join(SHARINGS)}")
     if layout not in SHARINGS:
         raise unknown_name("layout", layout, SHARINGS)
     return SHARINGS[layout]

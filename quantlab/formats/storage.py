@@ -17,6 +17,8 @@ from quantlab.formats.table import ELEMENTS, Scaling
 if TYPE_CHECKING:
     from quantlab.formats.format import Format
 
+RESIDUAL_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -58,6 +60,7 @@ class Packed:
 
 def pack(fmt: "Format", encoded: Encoded) -> Packed:
     """See Format.pack."""
+    check_encoded(fmt, encoded)
     codes, key_dim = encoded.codes, encoded.codes.shape[-1]
     codes = torch.nn.functional.pad(codes, (0, _padded(fmt, key_dim) - key_dim))
     residual = encoded.residual
@@ -70,17 +73,81 @@ def pack(fmt: "Format", encoded: Encoded) -> Packed:
 
 def unpack(fmt: "Format", packed: Packed) -> Encoded:
     """See Format.unpack."""
-    from quantlab.formats.fused import code_dtype
-
-    dtypes = {"fp32": torch.float32, "fp64": torch.float64}
-    dtype = dtypes.get(fmt.name) or code_dtype(fmt.element)
+    if not isinstance(packed, Packed):
+        raise InputError("packed", type(packed).__name__, "a Packed")
+    key_dim = packed.key_dim
+    if not (_is_size(key_dim) or (key_dim == 0 and isinstance(key_dim, int))):
+        raise InputError("packed.key_dim", key_dim, "a number of values")
     count = _padded(fmt, packed.key_dim)
-    codes = unpack_bits(packed.codes, fmt.element.storage_bits, count, dtype)[..., : packed.key_dim]
+    codes = unpack_bits(packed.codes, fmt.element.storage_bits, count, _code_dtype(fmt))[
+        ..., : packed.key_dim
+    ]
     residual = packed.residual
     if isinstance(residual, Packed):
-        assert fmt.residual_format is not None
+        if fmt.residual_format is None:
+            raise InputError("packed.residual", "Packed", f"no packed residual for {fmt.text}")
         residual = unpack(fmt.residual_format, residual)
-    return Encoded(codes.contiguous(), packed.scales, packed.global_scale, residual)
+    encoded = Encoded(codes.contiguous(), packed.scales, packed.global_scale, residual)
+    check_encoded(fmt, encoded, "packed")
+    return encoded
+
+
+def check_encoded(fmt: "Format", encoded: Encoded, name: str = "encoded", residual: bool = True) -> None:
+    """InputError unless every part is there with the dtype and shape that ``fmt.quantize`` gives it.
+
+    Codes and scales of another format, or of other values, would decode to numbers that mean nothing.
+    name: what the message calls it.  residual: whether that is checked, too; it may be absent.
+    """
+    if not isinstance(encoded, Encoded):
+        raise InputError(name, type(encoded).__name__, f"an Encoded of {fmt.text}")
+    codes = encoded.codes
+    if not isinstance(codes, Tensor) or codes.dtype != _code_dtype(fmt) or codes.dim() == 0:
+        expected = f"{_code_dtype(fmt)} of shape (..., K) for {fmt.text}"
+        raise InputError(f"{name}.codes", _described(codes), expected)
+    shape, scaling = tuple(codes.shape), fmt.row.scaling
+    dtype = torch.float32 if scaling is Scaling.FLOAT32 else torch.uint8
+    scales: tuple[int, ...] | None = None
+    if scaling is Scaling.FLOAT32:
+        scales = GROUPS[fmt.granularity or ""].count(shape)
+    elif scaling is not Scaling.NONE:
+        scales = (*shape[:-1], math.ceil(shape[-1] / fmt.row.block))
+    _check_part(fmt, f"{name}.scales", encoded.scales, dtype, scales)
+    shared = None
+    if scaling is Scaling.NVFP4:
+        shared = {"matrix": shape[:-2], "row": shape[:-1], "tensor": ()}.get(fmt.granularity or "")
+    _check_part(fmt, f"{name}.global_scale", encoded.global_scale, torch.float32, shared)
+    if not residual or encoded.residual is None:
+        return
+    left, name = encoded.residual, f"{name}.residual"
+    if fmt.residual_format is None:
+        dtype = RESIDUAL_DTYPES[fmt.error_feedback or "fp16"]
+        _check_part(fmt, name, left, dtype, shape if fmt.error_feedback else None)  # type: ignore
+        return
+    check_encoded(fmt.residual_format, left, name)  # type: ignore
+    _check_part(fmt, f"{name}.codes", left.codes, _code_dtype(fmt.residual_format), shape)  # type: ignore
+
+
+def _check_part(
+    fmt: "Format", name: str, part: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...] | None
+) -> None:
+    if shape is None and part is None:
+        return
+    if not isinstance(part, Tensor) or part.dtype != dtype or tuple(part.shape) != shape:
+        expected = "None" if shape is None else f"{dtype} of shape {shape}"
+        raise InputError(name, _described(part), f"{expected} for {fmt.text}")
+
+
+def _described(part: object) -> object:
+    """A value short enough for a message."""
+    if part is None:
+        return None
+    return f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+
+
+def _code_dtype(fmt: "Format") -> torch.dtype:
+    from quantlab.formats.fused import code_dtype
+
+    return {"fp32": torch.float32, "fp64": torch.float64}.get(fmt.name) or code_dtype(fmt.element)
 
 
 def stored_bits(fmt: "Format", shape: tuple[int, ...]) -> dict[str, int]:

@@ -26,6 +26,13 @@ from quantlab.schemes.policy import Options, Policy, parse_policy
 from quantlab.schemes.store import CHECKPOINT_PART, READ_COPY_PART, Store
 
 SAVE_VERSION = 1
+_COUNTERS = {
+    "numbers": torch.int64,
+    "sequence_ids": torch.int64,
+    "unread": torch.bool,
+    "read_stores": torch.int64,
+}
+"""What a save holds of a store beside its bits, one a row."""
 
 
 class DecodeState:
@@ -233,6 +240,10 @@ class DecodeState:
             return cls._restored(saved, meta)
         except (KeyError, TypeError, AttributeError) as error:
             raise InputError("saved state", sorted(saved), f"all tensors of save(): {error!r}") from error
+        except InputError as error:
+            if error.argument == "saved state":
+                raise
+            raise InputError("saved state", f"{error.argument} {error.value}", error.expected) from error
 
     @classmethod
     def _restored(cls, saved: dict[str, Tensor], meta: dict[str, Any]) -> "DecodeState":
@@ -246,8 +257,18 @@ class DecodeState:
             seed=meta["seed"],
             layer=meta["layer"],
         )
+        shape = (len(cursor), *vars(state.shape).values())[:4]
         for part, store in state._stores().items():
             store.load(_under(saved, part))
+            if store.decoded.shape != shape:
+                raise InputError(f"{part}.codes", tuple(store.decoded.shape), f"shape {shape}")
+            if bool(store.format.error_feedback) != (store.residual is not None):
+                raise InputError(f"{part}.residual", None, f"the residual of {store.format.text}")
+            for name, dtype in _COUNTERS.items():
+                tensor = saved[f"{part}.{name}"]
+                if tensor.dtype != dtype or tensor.shape != cursor.shape:
+                    given = f"{tensor.dtype} {tuple(tensor.shape)}"
+                    raise InputError(f"{part}.{name}", given, f"{dtype} of shape {tuple(cursor.shape)}")
             state._unread[part] = saved[f"{part}.unread"].clone()
             state._read_stores[part] = saved[f"{part}.read_stores"].clone()
         state._buffer.fields = {n: t.clone() for n, t in _under(saved, "buffer").items() if n != "cursor"}

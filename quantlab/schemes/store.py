@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quantlab.formats import Encoded, Format
 from quantlab.formats.random import random_words
-from quantlab.formats.storage import map_tensors
+from quantlab.formats.storage import check_encoded, map_tensors
 
 CHECKPOINT_PART, READ_COPY_PART = 0, 1
 # A float32 residual is at most a step of the format, below this; their sum then stays finite.
@@ -99,6 +99,7 @@ class Store:
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take over what ``tensors`` returned."""
         encoded = _unflat(tensors)
+        check_encoded(self.format, encoded, "stored")
         self._dense, self._encoded, self.residual = None, encoded, encoded.residual
         self.decoded = self._decode(encoded)
         self.numbers, self.sequence_ids = tensors["numbers"], tensors["sequence_ids"]

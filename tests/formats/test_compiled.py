@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantlab.errors import InputError
-from quantlab.formats import compiled, loops, parse
+from quantlab.formats import Encoded, compiled, loops, parse
 from tests.formats.oracle import midpoints
 
 FAST = ["mxfp8_e4m3"]
@@ -209,3 +209,16 @@ def test_without_a_compiler_one_message_and_equal_results(monkeypatch, tmp_path)
     assert torch.equal(encoded.codes, fmt.quantize(x).codes)
     assert torch.equal(values, fmt.round(x))
     assert torch.equal(rounded, fmt.round(x))
+
+
+def test_text_for_a_format_and_tensors_for_what_is_stored_are_refused():
+    for function in (compiled.quantize, compiled.round, compiled.dequantize):
+        with pytest.raises(InputError, match=r"^fmt 'nvfp4': expected a Format"):
+            function("nvfp4", torch.ones(2, 16))
+    fmt = parse("int8")
+    stored = fmt.quantize(torch.ones(1024, 512))
+    for wrong in (None, stored.codes):
+        with pytest.raises(InputError, match=r"^encoded .*an Encoded of int8"):
+            compiled.dequantize(fmt, wrong)
+    with pytest.raises(InputError, match=r"^encoded\.scales "):
+        compiled.dequantize(fmt, Encoded(stored.codes, stored.scales[:5]))

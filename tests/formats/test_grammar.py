@@ -196,3 +196,8 @@ def test_rows_for_people():
     assert rows["fp32"]["rounding"] == ["none"]
     assert rows["int8"]["rounding"] == ["nearest", "toward zero", "stochastic", "error feedback"]
     assert rows["int8"]["granularity"] == ["row", "block32", "tile32", "head"]
+
+
+def test_an_empty_residual_format_is_refused():
+    with pytest.raises(InputError, match=r"int8\+ef\.'"):
+        parse("int8+ef.")

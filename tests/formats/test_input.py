@@ -1,10 +1,12 @@
 """What the formats do with odd layouts and wrong arguments."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from quantlab.errors import InputError
-from quantlab.formats import pack_nibbles, parse
+from quantlab.formats import Encoded, pack_nibbles, parse
 from quantlab.formats.table import FORMATS
 
 TEXTS = [
@@ -136,3 +138,82 @@ def test_bits_need_sizes(shape):
 def test_codes_beyond_four_bits_are_not_cut(codes):
     with pytest.raises(InputError, match=r"^codes "):
         pack_nibbles(codes)
+
+
+BROKEN = {
+    "codes as numbers": ("nvfp4", r"codes", lambda e: {"codes": e.codes.long()}),
+    "one code": ("e4m3", r"codes", lambda e: {"codes": e.codes[0, 0]}),
+    "codes of float": ("e2m1", r"codes", lambda e: {"codes": e.codes.float()}),
+    "no codes": ("fp16", r"codes", lambda e: {"codes": None}),
+    "fewer rows": ("int8", r"scales", lambda e: {"codes": e.codes[:1]}),
+    "no scales": ("int8", r"scales", lambda e: {"scales": None}),
+    "scales as numbers": ("mxfp4", r"scales", lambda e: {"scales": e.scales.float()}),
+    "scales nobody reads": ("e4m3", r"scales", lambda e: {"scales": torch.ones(3, 1)}),
+    "scales too few": ("nvfp4", r"scales", lambda e: {"scales": e.scales[:, :1]}),
+    "no global scale": ("nvfp4+as.te", r"global_scale", lambda e: {"global_scale": None}),
+    "a global scale a row": ("nvfp4", r"global_scale", lambda e: {"global_scale": torch.ones(3)}),
+    "a global scale for none": ("nvfp4:none", r"global_scale", lambda e: {"global_scale": torch.ones(())}),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_parts_of_another_format_are_refused_not_decoded(case):
+    text, part, change = BROKEN[case]
+    fmt = parse(text)
+    encoded = fmt.quantize(torch.ones(3, 33))
+    broken = dataclasses.replace(encoded, **change(encoded))
+    for use in (fmt.dequantize, fmt.pack):
+        with pytest.raises(InputError, match=rf"^encoded\.{part} "):
+            use(broken)
+
+
+@pytest.mark.parametrize("text", ["fp32", "e2m1", "int8", "nvfp4+ef"])
+def test_what_is_not_encoded_is_refused_by_type(text):
+    fmt = parse(text)
+    encoded = fmt.quantize(torch.ones(3, 32))
+    for wrong in (None, encoded.codes, fmt.pack(encoded)):
+        with pytest.raises(InputError, match=r"^encoded .*an Encoded of "):
+            fmt.dequantize(wrong)
+        with pytest.raises(InputError, match=r"^encoded .*an Encoded of "):
+            fmt.pack(wrong)
+    for wrong in (None, encoded.codes, encoded):
+        with pytest.raises(InputError, match=r"^packed .*a Packed"):
+            fmt.unpack(wrong)
+
+
+def test_packed_bytes_that_do_not_belong_together_are_refused():
+    fmt = parse("nvfp4+ef.int8")
+    packed = fmt.pack(fmt.quantize(torch.ones(3, 33)))
+    wrong = {
+        "packed.scales": {"scales": None},
+        "packed.global_scale": {"global_scale": torch.ones(3)},
+        "packed.key_dim": {"key_dim": 33.0},
+        "packed.residual": {"residual": packed.codes},
+    }
+    for name, change in wrong.items():
+        with pytest.raises(InputError, match=rf"^{name}"):
+            fmt.unpack(dataclasses.replace(packed, **change))
+    for text, changes in (("nvfp4", {}), ("nvfp4", {"residual": packed.codes}), ("nvfp4+ef", {})):
+        with pytest.raises(InputError, match=r"^packed\.residual"):
+            parse(text).unpack(dataclasses.replace(packed, **changes))
+
+
+def test_a_residual_of_another_format_is_refused():
+    fmt, x = parse("int8+ef.nvfp4"), torch.ones(3, 32)
+    whole = parse("nvfp4").quantize(x)
+    wrong = [parse(text).quantize(x) for text in ("fp16", "fp32", "int8", "mxfp4", "nvfp4:row")]
+    wrong += [Encoded(whole.codes), dataclasses.replace(whole, global_scale=None)]
+    for residual in wrong:
+        with pytest.raises(InputError, match=r"^residual\."):
+            fmt.quantize(x, residual=residual)
+    with pytest.raises(InputError, match=r"^encoded\.residual"):
+        fmt.pack(dataclasses.replace(fmt.quantize(x), residual=wrong[0]))
+
+
+@pytest.mark.parametrize("text", ["fp32", "e4m3", "nvfp4", "int8+ef"])
+def test_tensors_without_numbers_in_memory_are_refused(text):
+    for x in (torch.empty(2, 16, device="meta"), torch.ones(2, 16).to_sparse()):
+        with pytest.raises(InputError, match=r"^x .*a dense tensor that holds numbers"):
+            parse(text).quantize(x)
+        with pytest.raises(InputError, match=r"^x "):
+            parse(text).round(x)

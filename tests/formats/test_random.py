@@ -115,3 +115,53 @@ def test_words_at_offsets_are_the_published_ones():
         words_at(torch.zeros(2, dtype=torch.int32), 0)
     with pytest.raises(InputError, match=r"^word 4"):
         words_at(torch.zeros(2, dtype=torch.int64), 0, word=4)
+
+
+@pytest.mark.parametrize("rounds", [0, -1, 2.5, "ten", None, True])
+def test_fewer_than_one_round_is_refused(rounds):
+    zero = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(InputError, match=r"^rounds "):
+        random_words((1, 1, 1, 4), 0, zero, zero, layer=0, part=0, rounds=rounds)
+    with pytest.raises(InputError, match=r"^rounds "):
+        words_at(zero, 0, rounds)
+
+
+WRONG_WORDS = [
+    ("shape", (1, 1, 4)),
+    ("shape", (1, 1, 1, 4, 1)),
+    ("shape", (1, -1, 1, 4)),
+    ("shape", (1, 1, 1, 1.5)),
+    ("shape", None),
+    ("seed", 1.5),
+    ("seed", "1"),
+    ("seed", None),
+    ("layer", 0.5),
+    ("part", "a"),
+    ("part", 0.5),
+    ("part", 4),
+    ("store_numbers", [0]),
+    ("sequence_ids", None),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_WORDS, ids=str)
+def test_wrong_arguments_of_random_words_are_named(name, value):
+    zero = torch.zeros(1, dtype=torch.int64)
+    good = {"store_numbers": zero, "sequence_ids": zero, "layer": 0, "part": 0}
+    arguments = {"shape": (1, 1, 1, 4), "seed": 0} | good | {name: value}
+    with pytest.raises(InputError, match=f"^{name} "):
+        random_words(**arguments)
+
+
+def test_wrong_arguments_of_words_at_and_philox_are_named():
+    zero = torch.zeros(4, dtype=torch.int64)
+    for name, arguments in {
+        "offsets": ([0], 0),
+        "seed": (zero, "a"),
+        "word": (zero, 0, 10, True),
+    }.items():
+        with pytest.raises(InputError, match=f"^{name} "):
+            words_at(*arguments)
+    for name, arguments in {"counter": (None, (0, 0)), "key": (zero, (0,))}.items():
+        with pytest.raises(InputError, match=f"^{name} "):
+            philox_4x32(*arguments)

@@ -73,3 +73,17 @@ def test_refusals():
         pack_shared(torch.zeros(6, dtype=torch.int64), "e4m3x4")
     with pytest.raises(InputError, match="fp16x2"):
         pack_shared(torch.zeros(2, dtype=torch.int64), "f16x2")
+
+
+def test_what_is_no_layout_or_no_tensor_is_refused():
+    words = torch.zeros(4, dtype=torch.int64)
+    for layout in (None, 5, ["fp16x2"]):
+        with pytest.raises(InputError, match=r"^layout "):
+            shared_random_bits(words, layout)
+        with pytest.raises(InputError, match=r"^layout "):
+            pack_shared(words, layout)
+    with pytest.raises(InputError, match=r"^words "):
+        shared_random_bits([0], "fp16x2")
+    for codes in ([0, 1], words.float(), words.to(torch.complex64)):
+        with pytest.raises(InputError, match=r"^codes "):
+            pack_shared(codes, "fp16x2")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantlab.errors import InputError
-from quantlab.formats import Encoded, pack_bits, parse, unpack_bits
+from quantlab.formats import Encoded, pack_bits, pack_nibbles, parse, unpack_bits, unpack_nibbles
 from quantlab.formats.storage import map_tensors
 from quantlab.formats.table import FORMATS, Element, Scaling
 from tests.formats.families import HADAMARD, SCALED
@@ -185,3 +185,39 @@ def test_empty_tensors(text, shape):
     packed = fmt.pack(encoded)
     assert_equal(fmt.unpack(packed), encoded)
     assert map_tensors(encoded, torch.clone).codes.shape == shape
+
+
+@pytest.mark.parametrize("bits", [0, -3, 9, 12, 31, 65, 4.0, None, True])
+def test_widths_that_are_not_packed_right_are_refused(bits):
+    with pytest.raises(InputError, match=r"^bits "):
+        pack_bits(torch.arange(8), bits)
+    with pytest.raises(InputError, match=r"^bits "):
+        unpack_bits(torch.zeros(9, dtype=torch.uint8), bits, 8, torch.int64)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_every_narrow_width_comes_back(bits):
+    codes = torch.arange(1 << bits, dtype=torch.uint8)
+    assert torch.equal(unpack_bits(pack_bits(codes, bits), bits, len(codes), torch.uint8), codes)
+
+
+def test_wrong_arguments_of_packing_are_refused():
+    codes, packed = torch.arange(8), torch.zeros(4, dtype=torch.uint8)
+    for wrong in ([1], None, torch.tensor(1), codes.float(), codes.to(torch.complex64)):
+        with pytest.raises(InputError, match=r"^codes "):
+            pack_bits(wrong, 4)
+    for wrong in ([1], None, torch.zeros(4), torch.tensor(1, dtype=torch.uint8)):
+        with pytest.raises(InputError, match=r"^packed "):
+            unpack_bits(wrong, 4, 8, torch.uint8)
+        with pytest.raises(InputError, match=r"^packed "):
+            unpack_nibbles(wrong)
+    for count in (7.0, -8, True, None, 9):
+        with pytest.raises(InputError, match=r"^count "):
+            unpack_bits(packed, 4, count, torch.uint8)
+    for dtype in (None, torch.bool, torch.float32, "uint8"):
+        with pytest.raises(InputError, match=r"^dtype "):
+            unpack_bits(packed, 4, 8, dtype)
+    with pytest.raises(InputError, match=r"^dtype "):
+        unpack_bits(packed, 8, 4, torch.int16)
+    with pytest.raises(InputError, match=r"^codes "):
+        pack_nibbles([1])

@@ -168,3 +168,17 @@ def test_empty_tensors_pass():
                 ours, theirs = getattr(expected, part), getattr(got, part)
                 assert (ours is None) == (theirs is None)
                 assert ours is None or (ours.shape == theirs.shape and ours.dtype == theirs.dtype)
+
+
+def test_text_for_a_format_and_tensors_for_what_is_stored_are_refused():
+    x = torch.ones(2, 16)
+    for function in (formats.quantize, formats.quantize_packed, formats.round, formats.dequantize):
+        with pytest.raises(InputError, match=r"^fmt 'nvfp4': expected a Format"):
+            function("nvfp4", x)
+    fmt = parse("nvfp4")
+    stored = fmt.quantize(x)
+    for wrong in (None, x):
+        with pytest.raises(InputError, match=r"^encoded .*an Encoded of nvfp4"):
+            formats.dequantize(fmt, wrong)
+    with pytest.raises(InputError, match=r"^encoded\.codes "):
+        formats.dequantize(fmt, Encoded(stored.codes[0, 0], stored.scales, stored.global_scale))

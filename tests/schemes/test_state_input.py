@@ -237,9 +237,26 @@ def test_what_save_did_not_write_is_refused():
         with pytest.raises(InputError, match=r"^saved state "):
             DecodeState.restore(wrong)
     for name in saved:
-        if name != "buffer.cursor" and "scale" not in name:
+        if name != "buffer.cursor":
             with pytest.raises(InputError, match=r"^saved state "):
                 DecodeState.restore({n: t for n, t in saved.items() if n != name})
+
+
+@pytest.mark.parametrize("policy", ["int8+ef.nvfp4@1", "int8+ef@2", "fp16+sr/nvfp4@4", "fp32@1"])
+def test_saved_tensors_of_other_shapes_or_dtypes_are_refused(policy):
+    saved = begin(policy, stream("gated_delta")).save()
+    for name, tensor in saved.items():
+        if name.startswith(("checkpoint.", "read_copy.")):
+            for wrong in (tensor[:1], tensor[..., :0], tensor.to(torch.complex64), None):
+                with pytest.raises(InputError, match=r"^saved state "):
+                    DecodeState.restore(saved | {name: wrong})
+
+
+def test_a_save_without_the_residual_is_refused():
+    for policy in ("int8+ef.nvfp4@1", "int8+ef@2"):
+        saved = begin(policy, stream("gated_delta")).save()
+        with pytest.raises(InputError, match=r"^saved state .*residual"):
+            DecodeState.restore({n: t for n, t in saved.items() if "residual" not in n})
 
 
 def test_windows_beyond_reason_are_refused():
