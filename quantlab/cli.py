@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -356,8 +357,14 @@ def _rates(family: str, heads: int, value_dim: int, key_dim: int):
     return -torch.ones(heads, value_dim, key_dim) if family == "mamba1" else None
 
 
+def _terminated(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     """Entry point: InputError becomes one line on stderr and exit status 2."""
+    # What a batch system sends before it kills: end as on the interrupt key, workers and all.
+    signal.signal(signal.SIGTERM, _terminated)
     try:
         app()
     except InputError as error:

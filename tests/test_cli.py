@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 from quantlab.cli import app
+from quantlab.records import load_records
 
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = ["study", "sweep", "report", "drift", "eval", "predict", "formats", "explain"]
@@ -148,3 +150,34 @@ def test_full_standard_output_is_one_line():
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert done.stderr == "error: No space left on device\n"
+
+
+SLOW_RUNNER = """
+import time
+def run_points(points, *, threads, on_progress):
+    for point in points:
+        time.sleep(0.5)
+        yield point, {}
+"""
+
+
+def test_termination_says_how_to_resume_and_leaves_whole_records(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW_RUNNER)
+    policies = [f"fp32@{window}" for window in range(1, 61)]
+    block = '[[script]]\nname = "s"\nrunner = "slow.py:run_points"\n'
+    (tmp_path / "spec.toml").write_text(f'title = "t"\npolicies = {policies}\n{block}')
+    command = [sys.executable, "-m", "quantlab.cli", "sweep", "spec.toml", "-o", "out", "--workers", "1"]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    for _ in range(1200):
+        if list(tmp_path.glob("out/records/*.json")) or process.poll() is not None:
+            break
+        time.sleep(0.05)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "points are stored; the same command resumes" in errors
+    assert "Traceback" not in errors
+    assert 0 < len(load_records(tmp_path / "out" / "records")) < 60
+    assert not list(tmp_path.glob("out/records/.*"))
