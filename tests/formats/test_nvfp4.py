@@ -163,7 +163,9 @@ def test_only_the_payload_is_stochastic():
 def test_decoding_multiplies_in_float32():
     """code * (s8 * gs), two float32 roundings in that order."""
     gs = F32(1.1)
-    encoded = Encoded(torch.tensor([[7] * 16]), torch.tensor([[3]], dtype=torch.uint8), torch.tensor(gs))
+    encoded = Encoded(
+        torch.tensor([[7] * 16], dtype=torch.uint8), torch.tensor([[3]], dtype=torch.uint8), torch.tensor(gs)
+    )
     expected = F32(6) * (F32(3 * 2.0**-9) * gs)
     assert parse("nvfp4").dequantize(encoded)[0, 0].item() == expected
 
