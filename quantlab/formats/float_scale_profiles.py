@@ -22,8 +22,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantlab.errors import InputError, unknown_name
-
 _TINY = torch.finfo(torch.float32).tiny
 _EPS = torch.finfo(torch.float32).eps
 _LARGEST = torch.finfo(torch.float32).max
@@ -79,28 +77,6 @@ def encode(
     quotients = profile.quotients(x, factors)
     codes = encode_quotients(quotients) if profile.cast is None else profile.cast(quotients)
     return codes, profile.store(factors)
-
-
-def float_scale_profile(library: str, element: str, variant: str | None = None) -> FloatScaleProfile:
-    """The convention of a library for an element; without a variant the library's first one.
-
-    Errors: InputError for a library without such formats, an element that it has not, an unknown variant.
-    """
-    of_library = [profile for profile in FLOAT_SCALE_PROFILES if profile.library == library]
-    if not of_library:
-        raise unknown_name("profile", library, {profile.library for profile in FLOAT_SCALE_PROFILES})
-    fitting = [profile for profile in of_library if element in profile.elements]
-    if not fitting:
-        names = sorted({name for profile in of_library for name in profile.elements})
-        raise InputError(
-            "profile", library, f"a library with scaled {element} ({library} has {', '.join(names)})"
-        )
-    if variant is None:
-        return fitting[0]
-    for profile in fitting:
-        if profile.variant == variant:
-            return profile
-    raise unknown_name("variant", variant, [profile.variant for profile in fitting])
 
 
 def _amax(minimum: Tensor, maximum: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantlab.errors import InputError, unknown_name
 from quantlab.formats import mx
 from quantlab.formats.rounding import encode_element, power_of_two
 from quantlab.formats.table import Element, Overflow, Specials
@@ -84,28 +83,6 @@ def decode(values: Tensor, scales: Tensor, profile: MXProfile) -> Tensor:
     """Decoded elements (..., K), float32, times their blocks' factors, with the library's Inf and NaN."""
     aligned, factors = mx.BLOCKS.align(values, profile.decode_scales(scales))
     return (aligned * factors).view(values.shape)
-
-
-def mx_profile(library: str, element: str, variant: str | None = None) -> MXProfile:
-    """The profile of a library for an element; without a variant the library's own default.
-
-    Errors: InputError for a library without MX formats, an element that it has not, an unknown variant.
-    """
-    of_library = [profile for profile in MX_PROFILES if profile.library == library]
-    if not of_library:
-        raise unknown_name("profile", library, {profile.library for profile in MX_PROFILES})
-    fitting = [profile for profile in of_library if element in profile.elements]
-    if not fitting:
-        names = sorted({name for profile in of_library for name in profile.elements})
-        raise InputError(
-            "profile", library, f"a library with MX {element} ({library} has {', '.join(names)})"
-        )
-    if variant is None:
-        return fitting[0]
-    for profile in fitting:
-        if profile.variant == variant:
-            return profile
-    raise unknown_name("variant", variant, [profile.variant for profile in fitting])
 
 
 def _power(exponents: Tensor) -> Tensor:

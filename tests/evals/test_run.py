@@ -214,24 +214,28 @@ def test_the_model_argument_text_of_lm_eval_carries_a_policy(folder):
     assert lm.batch_size == 3
 
 
-@pytest.mark.parametrize("way", ["output", "policy"])
-def test_what_would_stop_it_in_the_end_is_refused_before_a_document_is_scored(
-    folder, table, tmp_path, way, monkeypatch
-):
-    def never(*_, **__):
-        raise AssertionError("scored")
+def never_scored(*_, **__):
+    raise AssertionError("scored")
 
-    monkeypatch.setattr("lm_eval.simple_evaluate", never)
-    policies, output = ["fp32@1"], tmp_path / "out"
-    if way == "output":
-        output.write_text("a file")
-    elif "mamba2" in str(folder):
-        policies.append("fp32@4:contents=raw")
-    else:
-        pytest.skip("every policy fits a delta rule")
-    with pytest.raises(InputError, match="file is in the way" if way == "output" else "delta rule only"):
-        run_eval(folder, policies, [TASK], data=table, output=output)
-    assert [path.name for path in tmp_path.iterdir() if path != table] == (["out"] if way == "output" else [])
+
+def test_a_file_in_the_way_is_refused_before_a_document_is_scored(folder, table, tmp_path, monkeypatch):
+    monkeypatch.setattr("lm_eval.simple_evaluate", never_scored)
+    output = tmp_path / "out"
+    output.write_text("a file")
+    with pytest.raises(InputError, match="file is in the way"):
+        run_eval(folder, ["fp32@1"], [TASK], data=table, output=output)
+    assert [path.name for path in tmp_path.iterdir() if path != table] == ["out"]
+
+
+@pytest.mark.parametrize("folder", ["mamba2"], indirect=True)  # a delta rule fits every policy
+def test_a_policy_that_does_not_fit_is_refused_before_a_document_is_scored(
+    folder, table, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("lm_eval.simple_evaluate", never_scored)
+    policies = ["fp32@1", "fp32@4:contents=raw"]
+    with pytest.raises(InputError, match="delta rule only"):
+        run_eval(folder, policies, [TASK], data=table, output=tmp_path / "out")
+    assert [path for path in tmp_path.iterdir() if path != table] == []
 
 
 def test_results_are_whole_or_absent(tmp_path, monkeypatch):

@@ -55,3 +55,9 @@ def divide(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def stored(x: torch.Tensor, element: Element, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scales = encode(x, element, mode, encoder(element))
     return decoded(codes, element), scales
+
+
+def profile_of_library(profiles, library: str, element: str, variant: str | None = None):
+    """The row of a profile table; without a variant the library's first for the element."""
+    fitting = [p for p in profiles if p.library == library and element in p.elements]
+    return next(p for p in fitting if variant in (None, p.variant))

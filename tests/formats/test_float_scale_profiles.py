@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from quantlab.errors import InputError
 from quantlab.formats import float_scale_profiles as profiles
 from quantlab.formats import parse
 from quantlab.formats.rounding import decode_fields, encode_element, encode_integer
 from quantlab.formats.table import FLOAT_ELEMENTS, Element, Integer
+from tests.formats.blocks import profile_of_library
 
 F32 = np.float32
 LARGEST, TINY = np.finfo(F32).max, 2.0**-149
@@ -110,7 +110,7 @@ def test_kernels_of_state_space_decode(name):
     element, x = ELEMENTS[name], rows()
     quotients, stored = kernel_reference(x, element.max)
     for library in ("flashinfer", "vllm"):
-        profile = profiles.float_scale_profile(library, name)
+        profile = profile_of_library(profiles.FLOAT_SCALE_PROFILES, library, name)
         codes, scales, values = run(torch.from_numpy(x), profile, element, (-1,))
         assert np.array_equal(scales.numpy(), stored)
         numbers = decoded(codes, element).numpy()
@@ -128,7 +128,7 @@ def test_half_away_rounds_once():
     """The number below one half is rounded down, although its float32 sum with one half is 1."""
     below = np.nextafter(F32(0.5), F32(0))
     quotients = torch.tensor([below, -below, 0.5, -0.5, 2.5, -126.5, 300.0, 0.0])
-    cast = profiles.float_scale_profile("vllm", "int8").cast
+    cast = profile_of_library(profiles.FLOAT_SCALE_PROFILES, "vllm", "int8").cast
     assert cast is not None
     assert cast(quotients).tolist() == [0, 0, 1, -1, 3, -127, 127, 0]
 
@@ -186,12 +186,14 @@ def test_the_ends_of_an_asymmetric_range():
     """
     for sign, code in ((1, 7), (-1, -8)):
         x = torch.tensor([[sign * 7.5, -sign * 1.0, 0.25, 3.0]])
-        symmetric = profiles.float_scale_profile("torchao", "int4", "symmetric")
+        symmetric = profile_of_library(profiles.FLOAT_SCALE_PROFILES, "torchao", "int4", "symmetric")
         codes, scales, values = run(x, symmetric, ELEMENTS["int4"], (-1,))
         assert codes[0, 0] == code
         assert scales.item() == 1
         assert (values - x)[0, 0] == -0.5
-        unclipped = profiles.float_scale_profile("torchao", "int4", "symmetric_no_clipping_err")
+        unclipped = profile_of_library(
+            profiles.FLOAT_SCALE_PROFILES, "torchao", "int4", "symmetric_no_clipping_err"
+        )
         codes, scales, values = run(x, unclipped, ELEMENTS["int4"], (-1,))
         assert codes[0, 0] == code
         assert scales.item() == F32(7.5) / F32(7 if sign > 0 else 8)
@@ -199,7 +201,7 @@ def test_the_ends_of_an_asymmetric_range():
         narrow = [
             run(
                 x,
-                profiles.float_scale_profile("torchao", "int4", f"{variant}_narrow"),
+                profile_of_library(profiles.FLOAT_SCALE_PROFILES, "torchao", "int4", f"{variant}_narrow"),
                 ELEMENTS["int4"],
                 (-1,),
             )
@@ -230,7 +232,7 @@ def test_zero_groups():
 
 def test_the_smallest_group_that_modelopt_scales():
     """Fake FP8 quantisation leaves amax up to 2^-24 unscaled: there E4M3's own smallest number is far above."""
-    profile = profiles.float_scale_profile("modelopt", "e4m3", "eager")
+    profile = profile_of_library(profiles.FLOAT_SCALE_PROFILES, "modelopt", "e4m3", "eager")
     limit = F32(2.0**-24)
     for largest, kept in ((limit, False), (np.nextafter(limit, F32(1)), True)):
         _, scales, values = run(torch.full((1, 4), float(largest)), profile, ELEMENTS["e4m3"], (-1,))
@@ -238,14 +240,6 @@ def test_the_smallest_group_that_modelopt_scales():
         assert (scales.item() == 1 / F32(448)) != kept
 
 
-def test_profiles_are_found_by_name():
-    assert profiles.float_scale_profile("torchao", "int8").variant == "symmetric"
-    assert profiles.float_scale_profile("modelopt", "e4m3").variant == ""
-    with pytest.raises(InputError, match="flashinfer"):
-        profiles.float_scale_profile("flashinfr", "int8")
-    with pytest.raises(InputError, match="compressed_tensors has e4m3, int4, int8"):
-        profiles.float_scale_profile("compressed_tensors", "int16")
-    with pytest.raises(InputError, match="eager"):
-        profiles.float_scale_profile("modelopt", "e4m3", "eagr")
-    names = [(r.library, r.variant, name) for r in profiles.FLOAT_SCALE_PROFILES for name in r.elements]
+def test_no_profile_hides_another():
+    names = [(p.library, p.variant, name) for p in profiles.FLOAT_SCALE_PROFILES for name in p.elements]
     assert len(names) == len(set(names))

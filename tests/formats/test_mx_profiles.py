@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from quantlab.errors import InputError
 from quantlab.formats import mx, mx_profiles
 from quantlab.formats.rounding import decode_fields, encode_element
 from tests.formats import blocks as mx_blocks
-from tests.formats.blocks import ELEMENTS, FLOATS, decoded, encoder, load, stored
+from tests.formats.blocks import ELEMENTS, FLOATS, decoded, encoder, load, profile_of_library, stored
 
 F32 = np.float32
 
@@ -20,7 +19,7 @@ F32 = np.float32
 def test_integer_elements_of_microxcaling(name, rounding):
     """MXINT8 and MXINT4, which no format text names, bit for bit; NaN equals NaN."""
     arrays, element = load("mx_blocks.npz"), ELEMENTS[f"mx{name}"]
-    profile = mx_profiles.mx_profile("microxcaling", element.name, rounding)
+    profile = profile_of_library(mx_profiles.MX_PROFILES, "microxcaling", element.name, rounding)
     codes, scales = mx_profiles.encode(torch.from_numpy(arrays["x"]), element, profile, encoder(element))
     ours = mx_profiles.decode(decoded(codes, element), scales, profile).numpy()
     golden = arrays[f"microxcaling_{name}_{rounding}__deq"]
@@ -53,7 +52,7 @@ def block_of(*values: float) -> torch.Tensor:
 
 
 def library_values(library: str, name: str, variant: str | None, x: torch.Tensor) -> tuple[int, list[float]]:
-    profile, element = mx_profiles.mx_profile(library, name, variant), ELEMENTS[name]
+    profile, element = profile_of_library(mx_profiles.MX_PROFILES, library, name, variant), ELEMENTS[name]
     codes, scales = mx_profiles.encode(x, element, profile, encoder(element))
     return int(scales[0, 0]), mx_profiles.decode(decoded(codes, element), scales, profile)[0].tolist()
 
@@ -85,24 +84,6 @@ def test_where_libraries_disagree():
     assert library_values("torchao", "e2m1", "rceil", ties)[1][:4] == [6, 1, 2, 4]
 
 
-def test_profiles_are_found_by_name():
-    assert mx_profiles.mx_profile("torchao", "e2m1").variant == "floor"
-    assert mx_profiles.mx_profile("microxcaling", "e4m3").variant == "nearest"
-    assert mx_profiles.mx_profile("fouroversix", "e2m1").variant == "static_6"
-    with pytest.raises(InputError, match="torchao"):
-        mx_profiles.mx_profile("torchoa", "e2m1")
-    with pytest.raises(InputError, match="modelopt has e2m1, e4m3"):
-        mx_profiles.mx_profile("modelopt", "e5m2")
-    with pytest.raises(InputError, match="static_4"):
-        mx_profiles.mx_profile("fouroversix", "e2m1", "static_5")
-    names = [
-        (profile.library, profile.variant, name)
-        for profile in mx_profiles.MX_PROFILES
-        for name in profile.elements
-    ]
-    assert len(names) == len(set(names))
-
-
 @pytest.mark.parametrize("name", ["mxint8", "mxint4"])
 def test_fixed_point_elements(name):
     """Sign-magnitude codes, all steps equal: code / 2^(bits - 2); a row like any other."""
@@ -116,3 +97,8 @@ def test_fixed_point_elements(name):
     expected = torch.round(x.abs() * (count // 2)).clamp(max=count - 1).to(torch.int64) + count * (x < 0)
     assert torch.equal(encode_element(x, element), expected)
     assert replace(element, name="other").bias == 1
+
+
+def test_no_profile_hides_another():
+    names = [(p.library, p.variant, name) for p in mx_profiles.MX_PROFILES for name in p.elements]
+    assert len(names) == len(set(names))

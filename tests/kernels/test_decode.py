@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy
 import pytest
 
-from quantlab.testing import unavailable
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -27,10 +25,8 @@ def e4m3_value(byte: int) -> float:
     return -magnitude if sign else magnitude
 
 
-@pytest.mark.parametrize("implementation", ["interpreter", "cuda"])
+@pytest.mark.parametrize("implementation", ["interpreter", "cuda"], indirect=True)
 def test_every_byte_under_every_scale(implementation, tmp_path):
-    if reason := unavailable(implementation):
-        pytest.skip(reason)
     interpret, device = ("1", "cpu") if implementation == "interpreter" else ("0", "cuda")
     environment = os.environ | {"TRITON_INTERPRET": interpret, "PYTHONPATH": str(ROOT)}
     probe = [

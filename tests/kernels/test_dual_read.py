@@ -14,7 +14,6 @@ from quantlab.testing import (
     check_kernel,
     in_triton_process,
     run_kernel,
-    unavailable,
 )
 
 CASES = KERNEL_SUITES["dual_read"].cases
@@ -25,18 +24,14 @@ def arguments():
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
 def test_conformance(implementation, case):
-    if reason := unavailable(implementation):
-        pytest.skip(reason)
     check_kernel("dual_read", case, implementation)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
 def test_a_stored_element_is_read_exactly(implementation):
     """A unit query picks one element: one product of 2 by 4 bits, all else zero, so nothing rounds."""
-    if reason := unavailable(implementation):
-        pytest.skip(reason)
     stored = CASES["unit_queries"]()
     codes, scales = stored["codes"][0, 0].numpy(), stored["scales"][0, 0]
     magnitudes = numpy.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -11,7 +11,7 @@ from quantlab.formats import parse
 from quantlab.formats.storage import Encoded
 from quantlab.formats.table import ELEMENTS, FORMATS
 from quantlab.kernels import formats, random
-from quantlab.testing import in_triton_process, unavailable
+from quantlab.testing import in_triton_process
 from quantlab.testing.formats import (
     ELEMENT_CASES,
     FORMAT_CASES,
@@ -26,32 +26,24 @@ PHILOX = Path(__file__).resolve().parents[1] / "data/golden/philox.json"
 
 
 @pytest.mark.parametrize("name", ELEMENT_CASES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
 def test_an_element(implementation, name):
-    if reason := unavailable(implementation):
-        pytest.skip(reason)
     check_element(name, implementation)
 
 
 @pytest.mark.parametrize("text", FORMAT_CASES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
 def test_a_format(implementation, text):
-    if reason := unavailable(implementation):
-        pytest.skip(reason)
     check_format(text, implementation)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
 def test_random_words(implementation):
-    if reason := unavailable(implementation):
-        pytest.skip(reason)
     check_random_words(implementation)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
 def test_known_answers_of_philox(implementation):
-    if reason := unavailable(implementation):
-        pytest.skip(reason)
     vectors = json.loads(PHILOX.read_text())["vectors"]
     assert {vector["rounds"] for vector in vectors} >= {5, 7, 10}
     for vector in vectors:
