@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantlab.errors import InputError
+from quantlab.formats.random import check_counters
 from quantlab.kernels import target
 
 COUNTERS = 256
@@ -95,15 +96,12 @@ def random_words(
     Raises:
         InputError: names the argument that is no such thing, or that lies where no kernel runs.
     """
+    check_counters(shape, seed, store_numbers, sequence_ids, layer, part, rounds)
     batch, elements = shape[0], shape[1] * shape[2] * shape[3]
     for name, value in (("store_numbers", store_numbers), ("sequence_ids", sequence_ids)):
-        if value.dtype != torch.int64 or value.shape != (batch,):
-            raise InputError(name, f"{value.dtype} {tuple(value.shape)}", f"int64 of shape ({batch},)")
         if not value.is_contiguous():
             raise InputError(name, f"strides {value.stride()}", "a contiguous tensor")
         _check_device(name, value)
-    if not 0 <= part < 4:
-        raise InputError("part", part, "0, 1, 2 or 3")
     output = torch.empty(shape, dtype=torch.int64, device=store_numbers.device)
     if output.numel():
         counters = _counters()

@@ -102,19 +102,8 @@ def random_words(
     changes a sequence's words.  store_numbers, sequence_ids: int64 (B,), used modulo 2^32; part: 0..3.
     Computed on the CPU, returned on the device of ``store_numbers``.
     """
-    sizes = list(shape) if isinstance(shape, (tuple, list)) else []
-    if len(sizes) != 4 or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in sizes):
-        raise InputError("shape", shape, "four sizes (B, H, V, K)")
-    for name, number in (("seed", seed), ("layer", layer), ("part", part)):
-        _check_integer(name, number)
-    _check_rounds(rounds)
+    check_counters(shape, seed, store_numbers, sequence_ids, layer, part, rounds)
     batch, elements = shape[0], shape[1] * shape[2] * shape[3]
-    for name, value in (("store_numbers", store_numbers), ("sequence_ids", sequence_ids)):
-        _check_tensor(name, value)
-        if value.dtype != torch.int64 or value.shape != (batch,):
-            raise InputError(name, f"{value.dtype} {tuple(value.shape)}", f"int64 of shape ({batch},)")
-    if not 0 <= part < 4:
-        raise InputError("part", part, "0, 1, 2 or 3")
     key = (seed & _WORD, (seed >> 32) & _WORD)
     counters = (elements + 3) // 4
     output = np.empty((batch, counters, 4), dtype=np.uint64)
@@ -129,6 +118,30 @@ def random_words(
                 output[row, start : start + len(index), position] = word
     flat = torch.from_numpy(output.view(np.int64)).flatten(1)[:, :elements]
     return flat.reshape(shape).to(store_numbers.device)
+
+
+def check_counters(
+    shape: tuple[int, int, int, int],
+    seed: int,
+    store_numbers: Tensor,
+    sequence_ids: Tensor,
+    layer: int,
+    part: int,
+    rounds: int,
+) -> None:
+    """InputError for an argument that ``random_words`` cannot take."""
+    sizes = list(shape) if isinstance(shape, (tuple, list)) else []
+    if len(sizes) != 4 or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in sizes):
+        raise InputError("shape", shape, "four sizes (B, H, V, K)")
+    for name, number in (("seed", seed), ("layer", layer), ("part", part)):
+        _check_integer(name, number)
+    _check_rounds(rounds)
+    for name, value in (("store_numbers", store_numbers), ("sequence_ids", sequence_ids)):
+        _check_tensor(name, value)
+        if value.dtype != torch.int64 or value.shape != (shape[0],):
+            raise InputError(name, f"{value.dtype} {tuple(value.shape)}", f"int64 of shape ({shape[0]},)")
+    if not 0 <= part < 4:
+        raise InputError("part", part, "0, 1, 2 or 3")
 
 
 def _check_tensor(name: str, value: object) -> None:

@@ -174,3 +174,12 @@ def test_text_for_a_format_and_tensors_for_what_is_stored_are_refused():
             formats.dequantize(fmt, wrong)
     with pytest.raises(InputError, match=r"^encoded\.codes "):
         formats.dequantize(fmt, Encoded(stored.codes[0, 0], stored.scales, stored.global_scale))
+
+
+@pytest.mark.parametrize("rounds", [0, -1, True])
+def test_words_of_less_than_a_round_are_refused(rounds):
+    """They would be the counters themselves."""
+    words = torch.zeros(1, dtype=torch.int64)
+    arguments = (1, 1, 1, 4), 0, words, words, 0, 0, rounds
+    with pytest.raises(InputError, match=r"^rounds "):
+        in_triton_process(random.random_words, *arguments, interpret=True)
