@@ -19,7 +19,7 @@ from quantlab.drift.predictor import (
 )
 from quantlab.drift.streams import Stream
 from quantlab.errors import InputError
-from quantlab.recurrences import expand_groups, get_recurrence
+from quantlab.recurrences import DecayAxis, expand_groups, get_recurrence
 from quantlab.schemes import ByteLedger, DecodeState, Diverged, Policy, parse_policy, start
 
 DIVERGED_ERROR = 10.0  # more error than ten times the signal: nothing of the state is left
@@ -234,13 +234,13 @@ class _Statistics:
         self.values = {name: torch.empty(shape, dtype=torch.float64) for name in names}
         self.key_dim = stream.initial.shape[-1]
         self.log_decay = None
-        if not self.recurrence.elementwise_decay:
+        if self.recurrence.axis is DecayAxis.HEAD:
             self.log_decay = stream.log_decay.double().flatten(1).numpy()
         self.start = stream.initial.double().square().sum((-1, -2))
 
     def add(self, t: int, before, after, output, inputs, rates) -> None:
         heads, key_dim = self.stream.heads, after.shape[-1]
-        if self.recurrence.elementwise_decay:
+        if self.recurrence.axis is not DecayAxis.HEAD:
             # An error is taken to be spread over the elements as the state is.
             kept = (self.recurrence.decay(inputs.log_decay, rates) * before).square().sum((-1, -2))
             total = before.square().sum((-1, -2))

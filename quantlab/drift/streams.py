@@ -1,6 +1,7 @@
 """Streams: the decode inputs of a batch of sequences, step by step, synthetic or captured from a model."""
 
 import hashlib
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantlab.errors import InputError, unknown_name
-from quantlab.recurrences import StepInputs, get_recurrence
+from quantlab.recurrences import DecayAxis, StepInputs, get_recurrence
 
 PRESETS = ("evidence", "realistic")
-DEFAULT_SHAPE = {"gated_delta": (128, 128), "mamba2": (64, 128), "mamba1": (64, 16)}
+DEFAULT_SHAPE = {"gated_delta": (128, 128), "kimi_delta": (128, 128), "mamba2": (64, 128), "mamba1": (64, 16)}
 PREFILL_STEPS = 512
 LARGEST_SEED = 2**63 - 1  # what a 64-bit integer column holds
 
@@ -26,7 +27,8 @@ class Stream:
     """What ``steps`` tokens feed to one layer's recurrence.
 
     q, k: (steps, batch, key_heads, key_dim); v: (steps, batch, heads, value_dim);
-    log_decay: (steps, batch, heads), mamba1 (steps, batch, heads, value_dim) = dt; beta: (steps, batch, heads) or None;
+    log_decay: (steps, batch, heads), kimi_delta (steps, batch, heads, key_dim), mamba1 (steps, batch, heads, value_dim)
+    = dt; beta: (steps, batch, heads) or None;
     initial: (batch, heads, value_dim, key_dim), the unrounded prefill state; rates: A (heads, value_dim, key_dim) of
     mamba1.  All float32, on the CPU, without gradients.  meta: how it was made.  Raises InputError for anything else,
     for NaN, Inf and shapes that disagree.
@@ -60,14 +62,14 @@ class Stream:
         batch, heads, value_dim, key_dim = self.initial.shape
         steps = self.v.shape[0] if self.v.ndim else 0
         groups = self.k.shape[2] if self.k.ndim == 4 else 0
-        gate = (steps, batch, heads) + ((value_dim,) if recurrence.elementwise_decay else ())
+        gate = (steps, batch, *recurrence.gate_shape(heads, value_dim, key_dim))
         expected: dict[str, tuple[int, ...] | None] = {
             "q": (steps, batch, groups, key_dim),
             "k": (steps, batch, groups, key_dim),
             "v": (steps, batch, heads, value_dim),
             "log_decay": gate,
             "beta": (steps, batch, heads) if recurrence.delta_rule else None,
-            "rates": (heads, value_dim, key_dim) if recurrence.elementwise_decay else None,
+            "rates": (heads, value_dim, key_dim) if recurrence.needs_rates else None,
         }
         for name, shape in expected.items():
             value = getattr(self, name)
@@ -199,7 +201,8 @@ def synthetic_stream(
     if not _is_integer(seed) or not 0 <= seed <= LARGEST_SEED:
         raise InputError("seed", seed, f"a whole number from 0 to {LARGEST_SEED}")
     shape = _Shape(steps, sequences, heads, groups, value_dim, key_dim)
-    token = sequences * (2 * groups * key_dim + heads * (value_dim + 2))
+    gates = math.prod(get_recurrence(family).gate_shape(heads, value_dim, key_dim))
+    token = sequences * (2 * groups * key_dim + heads * (value_dim + 1) + gates)
     check_memory("stream", counts, steps * token + sequences * heads * value_dim * key_dim)
     generator = torch.Generator().manual_seed(seed)
     make = _evidence if preset == "evidence" else _realistic
@@ -247,14 +250,15 @@ def _evidence(
 
     lead = (s.steps, s.sequences)
     log_alpha = float(np.log(alpha))
+    recurrence = get_recurrence(family)
     arrays = {
         "k": _unit(normal(*lead, s.key_heads, s.key_dim)),
         "q": _unit(normal(*lead, s.key_heads, s.key_dim)),
         "v": normal(*lead, s.heads, s.value_dim),
-        "log_decay": torch.full((*lead, s.heads), log_alpha),
+        "log_decay": torch.full((*lead, *recurrence.gate_shape(s.heads, s.value_dim, s.key_dim)), log_alpha),
         "initial": torch.zeros(s.sequences, s.heads, s.value_dim, s.key_dim),
     }
-    if family == "gated_delta":
+    if recurrence.delta_rule:
         drawn = torch.sigmoid(normal(*lead, s.heads))
         arrays["beta"] = drawn if beta is None else torch.full_like(drawn, beta)
     if family == "mamba1":
@@ -276,22 +280,27 @@ def _realistic(
 
     lead = (steps, s.sequences)
     forget = torch.exp(uniform(s.heads) * np.log(0.5 / 1e-4) + np.log(1e-4))
-    gate_shape = (*lead, s.heads, s.value_dim) if family == "mamba1" else (*lead, s.heads)
+    recurrence = get_recurrence(family)
+    gate_shape = recurrence.gate_shape(s.heads, s.value_dim, s.key_dim)
+    channels = len(gate_shape) > 1  # one gate a channel (mamba1, kimi_delta) instead of one a head
     # softplus(bias) log-uniform in [1e-3, 1e-1], the initialisation of the published layers (dt_bias).
     typical = torch.exp(uniform(s.heads) * np.log(100.0) + np.log(1e-3))
     bias = torch.log(torch.expm1(typical))
-    bias = bias[:, None] if family == "mamba1" else bias
+    bias = bias[:, None] if channels else bias
     sink = uniform(*lead, 1) < 0.05
-    gate = F.softplus(bias + normal(*gate_shape))
-    gate = gate * torch.where(sink[..., None] if family == "mamba1" else sink, 10.0, 1.0)
+    gate = F.softplus(bias + normal(*lead, *gate_shape))
+    gate = gate * torch.where(sink[..., None] if channels else sink, 10.0, 1.0)
     scale = torch.exp(normal(s.heads, s.value_dim))
-    mean_gate = gate.mean(dim=(0, 1, 3) if family == "mamba1" else (0, 1))
+    mean_gate = gate.mean(dim=(0, 1, 3) if channels else (0, 1))
     rate = torch.log1p(-forget) / mean_gate
     fresh = scale * normal(*lead, s.heads, s.value_dim)
     keys = F.silu(normal(*lead, s.key_heads, s.key_dim))
     queries = F.silu(normal(*lead, s.key_heads, s.key_dim))
     arrays: dict[str, Tensor] = {}
-    if family == "gated_delta":
+    if recurrence.delta_rule:
+        if recurrence.axis is DecayAxis.KEY:
+            # The channels of a head forget at rates of their own, a factor of e apart.
+            rate = rate[:, None] * torch.exp(normal(s.heads, s.key_dim) - 0.5)
         arrays |= {"k": _unit(keys), "q": _unit(queries) * s.key_dim**-0.5, "log_decay": gate * rate}
         arrays["beta"] = torch.sigmoid(normal(*lead, s.heads))
         arrays["v"] = fresh
@@ -308,13 +317,12 @@ def _realistic(
     # From here on the stored float32 values are the stream; the prefill state is theirs, in float64.
     arrays = {name: value.float() for name, value in arrays.items()}
     state = torch.zeros(s.sequences, s.heads, s.value_dim, s.key_dim, dtype=torch.float64)
-    recurrence = get_recurrence(family)
     wide_rates = None if rates is None else rates.double()
     initial = state
     for t in range(steps):
         if t == PREFILL_STEPS:
             initial = state
-        if family == "gated_delta":
+        if recurrence.delta_rule:
             k = arrays["k"][t].double().repeat_interleave(s.heads // s.key_heads, 1)
             held = torch.matmul(state, k[..., None])[..., 0] * near[t]
             arrays["v"][t] = torch.where(sink[t][..., None], fresh[t], held).float()

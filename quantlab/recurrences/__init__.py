@@ -4,12 +4,13 @@ Add a family: one file with a ``Recurrence``, one line in ``RECURRENCES``.
 """
 
 from quantlab.errors import unknown_name
-from quantlab.recurrences import gated_delta, mamba1, mamba2
-from quantlab.recurrences.base import Records, Recurrence, StepInputs, expand_groups
-from quantlab.recurrences.window import decayed_read, fold, solve_deltas
+from quantlab.recurrences import gated_delta, kimi_delta, mamba1, mamba2
+from quantlab.recurrences.base import DecayAxis, Records, Recurrence, StepInputs, expand_groups
+from quantlab.recurrences.chunk import chunk
+from quantlab.recurrences.window import fold, read_tokens, solve_deltas, window_read
 
 RECURRENCES: dict[str, Recurrence] = {
-    r.name: r for r in (mamba2.RECURRENCE, gated_delta.RECURRENCE, mamba1.RECURRENCE)
+    r.name: r for r in (mamba2.RECURRENCE, gated_delta.RECURRENCE, kimi_delta.RECURRENCE, mamba1.RECURRENCE)
 }
 
 
@@ -22,12 +23,15 @@ def get_recurrence(name: str) -> Recurrence:
 
 __all__ = [
     "RECURRENCES",
+    "DecayAxis",
     "Records",
     "Recurrence",
     "StepInputs",
-    "decayed_read",
+    "chunk",
     "expand_groups",
     "fold",
     "get_recurrence",
+    "read_tokens",
     "solve_deltas",
+    "window_read",
 ]

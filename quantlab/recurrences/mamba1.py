@@ -10,7 +10,7 @@ d_state.  Source: Gu and Dao, "Mamba" (arXiv 2312.00752), algorithm 2 and the si
 import torch
 from torch import Tensor
 
-from quantlab.recurrences.base import Recurrence, StepInputs, expand_groups, matvec, outer
+from quantlab.recurrences.base import DecayAxis, Recurrence, StepInputs, expand_groups, matvec, outer
 
 
 def decay(log_decay: Tensor, rates: Tensor | None = None) -> Tensor:
@@ -27,4 +27,4 @@ def step(state: Tensor, inputs: StepInputs, rates: Tensor | None = None) -> tupl
     return state, matvec(state, q)
 
 
-RECURRENCE = Recurrence(name="mamba1", step=step, decay=decay, elementwise_decay=True)
+RECURRENCE = Recurrence(name="mamba1", step=step, decay=decay, axis=DecayAxis.ELEMENT)

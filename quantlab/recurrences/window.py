@@ -2,54 +2,76 @@
 
 With g_j the cumulative log decay up to and including record j, and g_n that of the whole window,
 
-    S_n = exp(g_n) S_0 + sum_j exp(g_n - g_j) d_j (x) k_j.
+    S_n = exp(g_n) S_0 + sum_j d_j (x) exp(g_n - g_j) k_j.
 
-Everything here is the same sum, arranged so that a read never forms the dense state.
+Everything here is the same sum, arranged so that a read never forms the dense state.  A decay of a key channel
+(kimi_delta) multiplies k_j and the reading vector entry by entry; a decay of a head is the same number in every entry.
+The decay between two tokens is summed over the tokens themselves: a difference of two totals cancels behind a gate that
+closes (in float32 nothing is left of a decay of 0.01 beside one of 1e6), and is NaN for log decay -inf.
+
+Any float dtype; on bfloat16 and float16 every operation rounds to it.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from quantlab.recurrences.base import Records, Recurrence, expand_groups
+from quantlab.recurrences.base import DecayAxis, Records, Recurrence, StepInputs, expand_groups
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""accumulator (n, V, K), left (n, V, m), right (n, m, K) -> accumulator + left @ right."""
 
 
 def _suffix(log_decay: Tensor) -> Tensor:
-    """g_n - g_j for each record j: the decay that acts on a record after it was written (0 for the newest).
-
-    Summed over the later records themselves: a difference of two totals cancels behind a gate that closes (in float32
-    nothing is left of a decay of 0.01 beside one of 1e6), and is NaN for log decay -inf.
-    """
+    """g_n - g_j for each record j: the decay that acts on a record after it was written (0 for the newest)."""
     later = torch.cat([log_decay[:, 1:], torch.zeros_like(log_decay[:, :1])], 1)
     return later.flip(1).cumsum(1).flip(1)
 
 
-def fold(recurrence: Recurrence, base: Tensor, records: Records, rates: Tensor | None = None) -> Tensor:
+def _on_key(recurrence: Recurrence, log_decay: Tensor) -> Tensor:
+    """exp(log_decay) as a factor of vectors along the key dim: (..., key_dim or 1)."""
+    factor = torch.exp(log_decay)
+    return factor if recurrence.axis is DecayAxis.KEY else factor[..., None]
+
+
+def fold(
+    recurrence: Recurrence,
+    base: Tensor,
+    records: Records,
+    rates: Tensor | None = None,
+    product: Product = torch.baddbmm,
+) -> Tensor:
     """The dense state after ``records``: base (batch, heads, value_dim, key_dim) -> same shape.
 
     ``records.d`` must be there; a delta rule gets it from ``solve_deltas`` or from a buffer that kept it.
+    product: the matrix product, where its arithmetic is under study (not for mamba1, which has none).
     """
     assert records.d is not None
     if len(records) == 0:
         return base
     heads = base.shape[1]
     k = expand_groups(records.k, heads, 2)
-    if recurrence.elementwise_decay:
+    if recurrence.axis is DecayAxis.ELEMENT:
         # Record by record: as many exponentials as the closed sum, a third of its memory traffic.
         state = base
         for j in range(len(records)):
             decayed = recurrence.decay(records.log_decay[:, j], rates) * state
             state = torch.addcmul(decayed, records.d[:, j, ..., None], k[:, j, ..., None, :])
         return state
-    factor = recurrence.decay(records.log_decay.sum(1), rates)
-    d = records.d * torch.exp(_suffix(records.log_decay))[..., None]
-    return torch.baddbmm(
-        (factor * base).flatten(0, 1),
-        d.permute(0, 2, 3, 1).flatten(0, 1),
-        k.permute(0, 2, 1, 3).flatten(0, 1),
+    d = records.d
+    weight = _on_key(recurrence, _suffix(records.log_decay))
+    if recurrence.axis is DecayAxis.KEY:
+        k = k * weight
+    else:
+        d = d * weight
+    decayed = recurrence.decay(records.log_decay.sum(1), rates) * base
+    return product(
+        decayed.flatten(0, 1), d.permute(0, 2, 3, 1).flatten(0, 1), k.permute(0, 2, 1, 3).flatten(0, 1)
     ).view_as(base)
 
 
-def decayed_read(
+def window_read(
     recurrence: Recurrence,
     base: Tensor,
     records: Records,
@@ -57,23 +79,46 @@ def decayed_read(
     vectors: Tensor,
     rates: Tensor | None = None,
 ) -> Tensor:
-    """Read the state just before the current token is written: (decay of the token) * S_n, times each vector.
+    """Read base and records after a further decay: exp(log_decay) S_n, times each vector.
 
-    log_decay: of the current token.  vectors: (batch, heads, m, key_dim).  Returns (batch, heads, m, value_dim).
+    log_decay: (batch, m or 1, *gate), for each vector the sum over the tokens since the newest record, that of the
+    reading token included.  vectors: (batch, heads, m, key_dim).  Returns (batch, heads, m, value_dim).
     """
     assert records.d is not None
     heads = base.shape[1]
-    if recurrence.elementwise_decay:
-        state = fold(recurrence, base, records, rates) * recurrence.decay(log_decay, rates)
-        return torch.matmul(vectors, state.transpose(-1, -2))
-    total = log_decay if len(records) == 0 else log_decay + records.log_decay.sum(1)
-    result = torch.exp(total)[..., None, None] * torch.matmul(vectors, base.transpose(-1, -2))
+    if recurrence.axis is DecayAxis.ELEMENT:
+        folded = fold(recurrence, base, records, rates)
+        states = folded[:, None] * recurrence.decay(log_decay, rates)
+        return torch.matmul(states, vectors.transpose(1, 2)[..., None])[..., 0].transpose(1, 2)
+    vectors = vectors * _on_key(recurrence, log_decay).transpose(1, 2)
     if len(records) == 0:
-        return result
-    k = expand_groups(records.k, heads, 2).transpose(1, 2)
-    weights = torch.exp(log_decay[:, None] + _suffix(records.log_decay)).transpose(1, 2)
-    scores = torch.matmul(vectors, k.transpose(-1, -2)) * weights[..., None, :]
-    return result + torch.matmul(scores, records.d.transpose(1, 2))
+        return torch.matmul(vectors, base.transpose(-1, -2))
+    k = expand_groups(records.k, heads, 2) * _on_key(recurrence, _suffix(records.log_decay))
+    scores = torch.matmul(vectors, k.permute(0, 2, 3, 1))
+    whole = _on_key(recurrence, records.log_decay.sum(1))[:, :, None]
+    through_base = torch.matmul(vectors * whole, base.transpose(-1, -2))
+    return through_base + torch.matmul(scores, records.d.transpose(1, 2))
+
+
+def pair_scores(recurrence: Recurrence, vectors: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
+    """vectors_j . (exp(g_j - g_i) k_i) for tokens i <= j of one chunk, 0 above: (batch, heads, j, i).
+
+    vectors, k: (batch, heads, tokens, key_dim); log_decay: (batch, tokens, *gate).
+    """
+    count = k.shape[2]
+    per_head = log_decay.transpose(1, 2)
+    # g_j - g_i as the sum over i < m <= j.
+    steps = per_head[:, :, :, None].expand(*per_head.shape[:3], count, *per_head.shape[3:])
+    lower = torch.ones(count, count, dtype=torch.bool, device=k.device).tril()
+    after = lower.tril(-1)
+    if recurrence.axis is DecayAxis.KEY:
+        between = torch.exp(steps.masked_fill(~after[..., None], 0.0).cumsum(2))
+        weighted = between * vectors[:, :, :, None]
+        scores = torch.einsum("bhjik,bhik->bhji", weighted, k)
+    else:
+        between = torch.exp(steps.masked_fill(~after, 0.0).cumsum(2))
+        scores = torch.matmul(vectors, k.transpose(-1, -2)) * between
+    return scores.masked_fill(~lower, 0.0)
 
 
 def solve_deltas(recurrence: Recurrence, base: Tensor, records: Records) -> Tensor:
@@ -81,24 +126,68 @@ def solve_deltas(recurrence: Recurrence, base: Tensor, records: Records) -> Tens
 
     S_{j-1}' is the state before record j, decayed by its own step.  The d_j obey a unit lower triangular system,
 
-        d_j + beta_j sum_{i<j} exp(g_j - g_i) (k_i . k_j) d_i = beta_j (v_j - exp(g_j) S_0 k_j),
+        d_j + beta_j sum_{i<j} (k_j . exp(g_j - g_i) k_i) d_i = beta_j (v_j - S_0 exp(g_j) k_j),
 
     which is the chunk form of the delta rule (arXiv 2406.06484, eq. 9-11) and gives the deltas that a step-by-step
     run from ``base`` would write.
     """
+    return _solve(recurrence, base, EMPTY, records)
+
+
+def read_tokens(
+    recurrence: Recurrence,
+    base: Tensor,
+    records: Records,
+    tokens: StepInputs,
+    rates: Tensor | None = None,
+    key_base: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Several tokens on top of a window, by matrix products, without forming a state.
+
+    tokens: q, k, v, log_decay, beta with a token dimension T after the batch.  key_base: what S k is read from, if it
+    is not ``base``.  Returns what each token writes along its key, d (batch, T, heads, value_dim), and the outputs,
+    same shape.  (mamba1 steps through them: its decay has no matrix form.)
+    """
+    heads, count = base.shape[1], tokens.v.shape[1]
+    if recurrence.axis is DecayAxis.ELEMENT:
+        state, outputs = fold(recurrence, base, records, rates), []
+        for t in range(count):
+            state, output = recurrence.step(state, tokens.token(t), rates)
+            outputs.append(output)
+        return tokens.v, torch.stack(outputs, 1)
+    d = tokens.v
+    if recurrence.delta_rule:
+        written = Records(tokens.k, None, tokens.log_decay, tokens.v, tokens.beta)
+        d = _solve(recurrence, base if key_base is None else key_base, records, written)
+    q, k = (expand_groups(t, heads, 2).transpose(1, 2) for t in (tokens.q, tokens.k))
+    outputs = window_read(recurrence, base, records, tokens.log_decay.cumsum(1), q)
+    within = pair_scores(recurrence, q, k, tokens.log_decay)
+    outputs = outputs + torch.matmul(within, d.transpose(1, 2))
+    return d, outputs.transpose(1, 2)
+
+
+def _solve(recurrence: Recurrence, base: Tensor, earlier: Records, records: Records) -> Tensor:
+    """``solve_deltas`` for records that come after ``earlier`` ones, whose d are given."""
     assert recurrence.delta_rule
     assert records.v is not None
     assert records.beta is not None
-    heads = base.shape[1]
-    k = expand_groups(records.k, heads, 2).transpose(1, 2)
-    cumulative = records.log_decay.cumsum(1).transpose(1, 2)
+    k = expand_groups(records.k, base.shape[1], 2).transpose(1, 2)
     beta = records.beta.transpose(1, 2)[..., None]
-    # g_j - g_i as the sum over i < m <= j, for the reason given in _suffix.
-    steps = records.log_decay.transpose(1, 2)[..., :, None].expand(*cumulative.shape, len(records))
-    earlier = torch.ones(len(records), len(records), dtype=torch.bool, device=base.device).tril(-1)
-    between = torch.exp(steps.masked_fill(~earlier, 0.0).cumsum(-2))
-    system = (beta * between * torch.matmul(k, k.transpose(-1, -2))).tril(-1)
-    predicted = torch.exp(cumulative)[..., None] * torch.matmul(k, base.transpose(-1, -2))
+    predicted = window_read(recurrence, base, earlier, records.log_decay.cumsum(1), k)
     right = beta * (records.v.transpose(1, 2) - predicted)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    return solved.transpose(1, 2)
+    system = (beta * pair_scores(recurrence, k, k, records.log_decay)).tril(-1)
+    return _unit_lower_solve(system, right).transpose(1, 2)
+
+
+def _unit_lower_solve(system: Tensor, right: Tensor) -> Tensor:
+    """x with (1 + system) x = right, system strictly lower triangular: (..., n, n), (..., n, m) -> (..., n, m)."""
+    if right.dtype in (torch.float32, torch.float64):
+        return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    solved = right.clone()  # LAPACK has no half precision
+    for row in range(1, right.shape[-2]):
+        solved[..., row, :] -= torch.matmul(system[..., row, None, :row], solved[..., :row, :])[..., 0, :]
+    return solved
+
+
+EMPTY = Records(torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0))
+"""A window without records."""

@@ -1,5 +1,6 @@
 """What a policy costs in bytes: read and written per decoded token, and held per sequence, part by part."""
 
+import math
 from dataclasses import dataclass, field
 
 from quantlab.formats import Format
@@ -78,7 +79,7 @@ def ledger(policy: Policy, recurrence: Recurrence, shape: StateShape) -> ByteLed
     width = scalar if options.buffer == "fp32" else _BUFFER_BYTES[options.buffer]
     k = shape.key_heads * shape.key_dim * width
     d = shape.heads * shape.value_dim * width
-    gate = shape.heads * (shape.value_dim if recurrence.elementwise_decay else 1) * scalar
+    gate = math.prod(recurrence.gate_shape(shape.heads, shape.value_dim, shape.key_dim)) * scalar
     beta = shape.heads * scalar
     read_record = k + d + gate
     fold_record = k + d + beta + gate if raw else read_record

@@ -12,11 +12,11 @@ from quantlab.formats import Encoded
 from quantlab.recurrences import (
     Records,
     StepInputs,
-    decayed_read,
     expand_groups,
     fold,
     get_recurrence,
     solve_deltas,
+    window_read,
 )
 from quantlab.recurrences.base import matvec
 from quantlab.schemes import checks
@@ -290,7 +290,8 @@ class DecodeState:
 
         def read(base: Tensor, *vectors: Tensor) -> Tensor:
             stacked = torch.stack(vectors, 2)
-            return decayed_read(self.recurrence, base, records, inputs.log_decay, stacked, self.rates)
+            since = inputs.log_decay[:, None]
+            return window_read(self.recurrence, base, records, since, stacked, self.rates)
 
         d, along_q = inputs.v, None
         if delta:
@@ -343,7 +344,7 @@ class DecodeState:
 
     def _checked(self, inputs: StepInputs) -> StepInputs:
         s, batch = self.shape, self.batch
-        gate = (batch, s.heads, s.value_dim) if self.recurrence.elementwise_decay else (batch, s.heads)
+        gate = (batch, *self.recurrence.gate_shape(s.heads, s.value_dim, s.key_dim))
         expected: dict[str, tuple[int, ...]] = {
             "q": (batch, s.key_heads, s.key_dim),
             "k": (batch, s.key_heads, s.key_dim),
@@ -393,7 +394,7 @@ def start(
     for name, value in (("seed", seed), ("layer", layer)):
         if not checks.is_integer(value):
             raise InputError(name, value, "an integer")
-    if get_recurrence(family).elementwise_decay:
+    if get_recurrence(family).needs_rates:
         checks.tensor("rates", rates, tuple(initial.shape[1:]), f"shape {tuple(initial.shape[1:])}")
     elif rates is not None:
         raise InputError("rates", tuple(rates.shape), f"None: {family} has no rates")

@@ -40,7 +40,9 @@ DELTA = [
     *("fp8/nvfp4@4:key_read=checkpoint:flush_read=copy", "fp32/nvfp4@1:flush_read=copy:key_read=checkpoint"),
     "fp16/nvfp4@5:contents=derived:flush_read=copy:key_read=checkpoint:buffer=bf16",
 ]
-CASES = [(f, p) for f in sorted(RECURRENCES) for p in ALL] + [("gated_delta", p) for p in DELTA]
+CASES = [(f, p) for f in sorted(RECURRENCES) for p in ALL] + [
+    (f, p) for f in ("gated_delta", "kimi_delta") for p in DELTA
+]
 
 
 def record_bytes(policy, family):
@@ -52,13 +54,15 @@ def record_bytes(policy, family):
         "d": SHAPE.heads * SHAPE.value_dim * vector,
         "v": SHAPE.heads * SHAPE.value_dim * vector,
         "beta": SHAPE.heads * arithmetic,
-        "gate": SHAPE.heads * (SHAPE.value_dim if family == "mamba1" else 1) * arithmetic,
+        "gate": SHAPE.heads
+        * {"mamba1": SHAPE.value_dim, "kimi_delta": SHAPE.key_dim}.get(family, 1)
+        * arithmetic,
     }
 
 
 def simulate(policy, family, cycles=3):
     """(read, written) bytes per token by part, (held) bytes by part."""
-    options, delta = policy.options, family == "gated_delta"
+    options, delta = policy.options, family in ("gated_delta", "kimi_delta")
     raw = delta and policy.window > 1 and options.contents != "derived"
     sizes = {"checkpoint": STORED[policy.checkpoint.text]}
     residual = RESIDUAL.get(policy.checkpoint.text)
