@@ -7,7 +7,7 @@ from quantlab.formats import Format
 from quantlab.recurrences import Recurrence
 from quantlab.schemes.policy import Policy
 
-_BUFFER_BYTES = {"bf16": 2, "fp16": 2}
+_BUFFER_BYTES = {"bf16": 2, "fp16": 2, "hilo": 4}
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,13 @@ def ledger(policy: Policy, recurrence: Recurrence, shape: StateShape) -> ByteLed
 
 
 def uses_raw(policy: Policy, recurrence: Recurrence) -> bool:
-    """Whether the window holds raw inputs and a flush re-derives d from the checkpoint."""
-    return recurrence.delta_rule and policy.window > 1 and policy.options.contents != "derived"
+    """Whether records hold raw inputs and a flush re-derives d from the checkpoint.
+
+    With window 1 that is the case where no read copy serves S k: the checkpoint is what a token reads anyhow.
+    """
+    if not recurrence.delta_rule or policy.options.contents == "derived":
+        return False
+    return policy.window > 1 or policy.read_copy is None
 
 
 def _bytes(format: Format, shape: tuple[int, int, int]) -> dict[str, float]:
