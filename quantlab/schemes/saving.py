@@ -122,8 +122,10 @@ def _restored(make: type[State], saved: dict[str, Tensor], meta: dict[str, Any])
 
 def _fill_buffer(state: "StateRows", saved: dict[str, Tensor]) -> None:
     buffer, cursor, origin = state._buffer, saved["buffer.cursor"], saved["buffer.origin"]
+    # With flush=early the window may stand full between two forwards.
+    most = buffer.window if state.policy.options.flush == "early" else buffer.window - 1
     for name, value, limit in (
-        ("cursor", cursor, buffer.window - 1),
+        ("cursor", cursor, most),
         ("origin", origin, buffer.capacity - 1),
     ):
         if value.dtype != torch.int64 or value.shape != cursor.shape:
