@@ -248,7 +248,7 @@ def _print_concurrency(demands: list["Demand"], machine: "Machine") -> None:
         for found in demands
     ]
     _align(rows, {"request": 2**20})
-    names = {"request": "request MiB", "state": "of it state", "fit": "requests"}
+    names = {"request": "request MiB", "state": "state's share", "fit": "requests"}
     title = f"Requests in {machine.memory / 2**30 if machine.memory else 0:.4g} GiB"
     title += (
         f" beside {machine.weights / 2**30:.4g} GiB of weights" if machine.weights else ", nothing else in it"
@@ -288,9 +288,9 @@ def _print_break_even(pairs: list[tuple["Demand", "Demand"]], machine: "Machine"
     columns = ["model", "policy", *names]
     if len(shares) == 1:
         columns.remove("model")
-    title = f"Beside {machine.weights_read / 1e9:.4g} GB of weights read a step: at most x times faster than {BASELINE}"
-    if machine.kv:
-        title += f", {machine.context:,} tokens of KV cache a sequence"
+    others = f"{machine.weights_read / 1e9:.4g} GB of weights"
+    others += f" and {machine.context:,} tokens of KV cache a sequence" if machine.kv else ""
+    title = f"A step that also reads {others}: at most x times faster than with {BASELINE}"
     narrow = [*columns[: columns.index("memory") + 1], *columns[-2:]]
     print_table(title, rows, columns, names, list(names), narrow)
     typer.echo("= moved, = held: the batch whose states move, or hold, as many bytes as the weights")
