@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quantlab.errors import InputError
 from quantlab.formats import Encoded
-from quantlab.recurrences import Records, StepInputs, get_recurrence
+from quantlab.recurrences import Records, StepInputs, fold, get_recurrence
 from quantlab.schemes import checks, saving
 from quantlab.schemes.arithmetic import arithmetic_of
 from quantlab.schemes.buffer import WindowBuffer
@@ -74,7 +74,8 @@ class StateRows:
         rows = self._entered_rows(rows)
         records = self._buffer.records(rows)
         base, _ = self._views(rows)
-        return self._maths.fold(base, records) if len(records) else base.clone()
+        # Reads have products of their own: the rounding of a fold's (``dot=``) is none of theirs.
+        return fold(self.recurrence, base, records, self.rates) if len(records) else base.clone()
 
     def select(self, rows: Tensor) -> None:
         """Keep, reorder or fork rows in place: row i becomes the old row ``rows[i]`` (integers, 0 to batch - 1).
