@@ -16,7 +16,7 @@ import platform
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +390,54 @@ def load_stream_file(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray
             "stream file", str(path), "arrays that agree with the content hash; the file was changed"
         )
     return arrays, meta
+
+
+def open_stream_file(
+    path: str | os.PathLike[str], rows: int = 256
+) -> tuple[dict[str, Callable[[slice], np.ndarray]], dict[str, tuple[int, ...]], dict[str, Any]]:
+    """A stream file for reading in parts: for each array a function of a slice of its first axis, the shapes, and the
+    meta table.  InputError as load_stream_file, but for NaN, Inf and shapes, which the reader of the parts checks.
+
+    The content hash is checked ``rows`` rows at a time, so that the file never has to fit into memory.
+    """
+    import safetensors
+
+    try:
+        with safetensors.safe_open(str(path), framework="numpy") as file:
+            metadata = file.metadata() or {}
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        version = metadata.get("schema_version")
+        if version != str(STREAM_SCHEMA_VERSION):
+            raise InputError(
+                "stream file", str(path), f"schema_version {STREAM_SCHEMA_VERSION}, not {version}"
+            )
+        meta, family, expected = decode(json.loads(metadata["meta"])), metadata["family"], metadata["content_hash"]
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError("stream file", str(path), f"a readable quantlab stream file ({error})") from error
+
+    def reader(name: str) -> Callable[[slice], np.ndarray]:
+        def read(part: slice) -> np.ndarray:
+            with safetensors.safe_open(str(path), framework="numpy") as file:
+                return file.get_slice(name)[part]
+
+        return read
+
+    readers = {name: reader(name) for name in shapes}
+    digest = hashlib.sha256(family.encode())
+    for name in sorted(shapes):
+        dtype = readers[name](slice(0, 0)).dtype
+        if dtype.kind not in "fiu":
+            raise InputError("stream file", str(path), f"real numbers, but {name} is {dtype}")
+        digest.update(canonical_json([name, dtype.str, shapes[name]]).encode())
+        for first in range(0, shapes[name][0], rows):
+            digest.update(readers[name](slice(first, first + rows)).tobytes())
+    if digest.hexdigest()[:16] != expected:
+        raise InputError(
+            "stream file", str(path), "arrays that agree with the content hash; the file was changed"
+        )
+    return readers, shapes, meta
 
 
 def stream_file_hash(path: str | os.PathLike[str]) -> str:
