@@ -411,7 +411,11 @@ def open_stream_file(
             raise InputError(
                 "stream file", str(path), f"schema_version {STREAM_SCHEMA_VERSION}, not {version}"
             )
-        meta, family, expected = decode(json.loads(metadata["meta"])), metadata["family"], metadata["content_hash"]
+        meta, family, expected = (
+            decode(json.loads(metadata["meta"])),
+            metadata["family"],
+            metadata["content_hash"],
+        )
     except InputError:
         raise
     except Exception as error:

@@ -34,13 +34,16 @@ ALLOWED: dict[str, set[str]] = {
 for _name in UPPER:
     ALLOWED[_name] |= {"records", "statistics"}
 ALLOWED["cli_formats"] = {"formats", "terminal"}  # a part of the command line, in a file of its own
-ALLOWED["cli"] |= {"cli_formats", "report", "terminal", "testing"}
+ALLOWED["cli_drift"] = {"drift", "schemes", "sweep", "records", "terminal"}
+ALLOWED["cli"] |= {"cli_drift", "cli_formats", "report", "terminal", "testing"}
 ALLOWED["__main__"] = set(ALLOWED["cli"]) | {"cli"}
 
 # Imports inside functions that look up: (module, part) -> why.
 LOOK_UPS = {
     ("quantlab.schemes.backend", "kernels"): "finds a kernel by name, once something asks for it",
     ("quantlab.drift.streams", "records"): "the schema of stream files is kept with the other file schemas",
+    ("quantlab.drift.sources", "records"): "a stream file is checked and read in parts",
+    ("quantlab.drift.series", "records"): "a file appears under its name only when it is complete",
     ("quantlab.kernels.bench", "testing"): "no speed without a passed comparison",
     ("quantlab.kernels.bench", "records"): "a timing is a record",
 }

@@ -76,10 +76,7 @@ def run_long(
         _Share(source, share, {p: path for p, path in (series or {}).items() if p in share}, seed, dense)
         for share in share_policies(parsed, processes)
     ]
-    if len(shares) == 1:
-        found = [_run_share(shares[0], on_step)]
-    else:
-        found = _run_in_processes(shares, on_step)
+    found = [_run_share(shares[0], on_step)] if len(shares) == 1 else _run_in_processes(shares, on_step)
     hashes = {share.stream_hash for share in found}
     if len(hashes) != 1:
         raise RuntimeError(f"the processes read different streams: {sorted(hashes)}")

@@ -1,4 +1,4 @@
-"""The steps of a long run, on disk: errors as Parquet while the run goes, statistics of the shadow in a scratch file."""
+"""The steps of a long run, on disk: errors as Parquet while it goes, statistics of the shadow in a scratch file."""
 
 import contextlib
 import math
@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,7 +98,7 @@ class StatisticsFile:
 
     def __init__(self, steps: int, folder: Path | None = None):
         self.steps, self.folder = steps, folder
-        self._fixed: dict = {}
+        self._fixed: dict[str, Any] = {}
         self._names: list[str] = []
         self._arrays: NDArray | None = None
 
@@ -118,5 +119,5 @@ class StatisticsFile:
     def whole(self) -> StreamStatistics:
         """The statistics of the whole run; their pages come from the file as they are read."""
         assert self._arrays is not None
-        arrays = {name: np.asarray(self._arrays[row]) for row, name in enumerate(self._names)}
+        arrays: dict[str, Any] = {name: np.asarray(self._arrays[row]) for row, name in enumerate(self._names)}
         return StreamStatistics(**self._fixed, **arrays)

@@ -240,9 +240,14 @@ class _Settled(ExactState):
                 k = expand_groups(arrays["k"][t].double(), self.state.shape[1], 1)
                 held = (self.read(k[:, :, None])[:, :, 0] * near[t]).float()
                 arrays["v"][t] = held if fresh is None else torch.where(fresh[t], arrays["v"][t], held)
-            beta = _at(arrays.get("beta"), t)
-            inputs = (arrays[name][t] for name in ("q", "k", "v", "log_decay"))
-            self.step(StepInputs(*inputs, beta).to(torch.float64))
+            inputs = StepInputs(
+                arrays["q"][t],
+                arrays["k"][t],
+                arrays["v"][t],
+                arrays["log_decay"][t],
+                _at(arrays.get("beta"), t),
+            )
+            self.step(inputs.to(torch.float64))
 
 
 def _near_prefill(r: Recipe, generator: torch.Generator) -> _Settled:

@@ -36,7 +36,9 @@ class Tracker:
         """Make room for a block."""
         self.errors = self._nothing(steps)
 
-    def step(self, number: int, row: int, inputs: StepInputs, output: torch.Tensor, shadow: torch.Tensor) -> None:
+    def step(
+        self, number: int, row: int, inputs: StepInputs, output: torch.Tensor, shadow: torch.Tensor
+    ) -> None:
         """Step ``number`` (counted from 1), row ``row`` of the block; output, shadow: the exact ones after it."""
         if self.diverged_at is not None:
             return
