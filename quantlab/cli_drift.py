@@ -147,8 +147,7 @@ def drift(
         rows = _run_and_store(source, description, policies, seed, output, workers)
         digest = rows[0]["stream_hash"]
     else:
-        made = None if stream is not None else drifts.synthetic_stream(family, **options)
-        source = made or drifts.load_stream(stream)
+        source = drifts.synthetic_stream(family, **options) if stream is None else drifts.load_stream(stream)
         for parsed in policies:
             check_policy_fits(parsed, source.family)
         if save_stream is not None:
