@@ -180,6 +180,13 @@ class Format:
         values = fused.round_values_(quotient, target, element, self.rounding, random_bits, bits)
         return rotate(recipe.decode(values, scales), self.hadamard, inverse=True)
 
+    def residual_values(self, residual: "Tensor | Encoded") -> Tensor:
+        """An error-feedback residual as float32 values to add to ``dequantize``."""
+        if isinstance(residual, Encoded):
+            assert self.residual_format is not None
+            residual = self.residual_format.dequantize(residual)
+        return rotate(residual.to(torch.float32), self.hadamard, inverse=True)
+
     def pack(self, encoded: Encoded) -> Packed:
         """The bytes that are stored; ``unpack`` gives ``encoded`` back."""
         return storage.pack(self, encoded)

@@ -13,14 +13,18 @@ Any float dtype; on bfloat16 and float16 every operation rounds to it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from quantlab.recurrences.base import DecayAxis, Records, Recurrence, StepInputs, expand_groups
+from quantlab.recurrences.base import DecayAxis, Records, Recurrence, StepInputs, expand_groups, matvec
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """accumulator (n, V, K), left (n, V, m), right (n, m, K) -> accumulator + left @ right."""
+
+Write = Callable[[Tensor], Tensor]
+"""d as it is used and kept, from d as it was computed; same shape."""
 
 
 def _suffix(log_decay: Tensor) -> Tensor:
@@ -89,7 +93,7 @@ def window_read(
     if recurrence.axis is DecayAxis.ELEMENT:
         folded = fold(recurrence, base, records, rates)
         states = folded[:, None] * recurrence.decay(log_decay, rates)
-        return torch.matmul(states, vectors.transpose(1, 2)[..., None])[..., 0].transpose(1, 2)
+        return matvec(states, vectors.transpose(1, 2)).transpose(1, 2)
     vectors = vectors * _on_key(recurrence, log_decay).transpose(1, 2)
     if len(records) == 0:
         return torch.matmul(vectors, base.transpose(-1, -2))
@@ -106,6 +110,8 @@ def pair_scores(recurrence: Recurrence, vectors: Tensor, k: Tensor, log_decay: T
     vectors, k: (batch, heads, tokens, key_dim); log_decay: (batch, tokens, *gate).
     """
     count = k.shape[2]
+    if count == 1:
+        return (vectors * k).sum(-1, keepdim=True)
     per_head = log_decay.transpose(1, 2)
     # g_j - g_i as the sum over i < m <= j.
     steps = per_head[:, :, :, None].expand(*per_head.shape[:3], count, *per_head.shape[3:])
@@ -121,7 +127,9 @@ def pair_scores(recurrence: Recurrence, vectors: Tensor, k: Tensor, log_decay: T
     return scores.masked_fill(~lower, 0.0)
 
 
-def solve_deltas(recurrence: Recurrence, base: Tensor, records: Records) -> Tensor:
+def solve_deltas(
+    recurrence: Recurrence, base: Tensor, records: Records, write: Write | None = None
+) -> Tensor:
     """d_j = beta_j (v_j - S_{j-1}' k_j) for every record, from the base state: (batch, n, heads, value_dim).
 
     S_{j-1}' is the state before record j, decayed by its own step.  The d_j obey a unit lower triangular system,
@@ -129,9 +137,13 @@ def solve_deltas(recurrence: Recurrence, base: Tensor, records: Records) -> Tens
         d_j + beta_j sum_{i<j} (k_j . exp(g_j - g_i) k_i) d_i = beta_j (v_j - S_0 exp(g_j) k_j),
 
     which is the chunk form of the delta rule (arXiv 2406.06484, eq. 9-11) and gives the deltas that a step-by-step
-    run from ``base`` would write.
+    run from ``base`` would write.  write: rounds each d before it is used, if its rounding is under study.
     """
-    return _solve(recurrence, base, EMPTY, records)
+    assert recurrence.delta_rule
+    assert records.v is not None
+    k = expand_groups(records.k, base.shape[1], 2).transpose(1, 2)
+    predicted = window_read(recurrence, base, EMPTY, records.log_decay.cumsum(1), k)
+    return _deltas(recurrence, k, predicted, records.v, records.log_decay, records.beta, write)
 
 
 def read_tokens(
@@ -141,52 +153,78 @@ def read_tokens(
     tokens: StepInputs,
     rates: Tensor | None = None,
     key_base: Tensor | None = None,
+    write: Write | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Several tokens on top of a window, by matrix products, without forming a state.
 
     tokens: q, k, v, log_decay, beta with a token dimension T after the batch.  key_base: what S k is read from, if it
-    is not ``base``.  Returns what each token writes along its key, d (batch, T, heads, value_dim), and the outputs,
-    same shape.  (mamba1 steps through them: its decay has no matrix form.)
+    is not ``base``.  write: as in ``solve_deltas``.  Returns what each token writes along its key, d (batch, T, heads,
+    value_dim), and the outputs, same shape.  (mamba1 steps through them: its decay has no matrix form.)
     """
-    heads, count = base.shape[1], tokens.v.shape[1]
+    heads = base.shape[1]
     if recurrence.axis is DecayAxis.ELEMENT:
-        state, outputs = fold(recurrence, base, records, rates), []
-        for t in range(count):
-            state, output = recurrence.step(state, tokens.token(t), rates)
-            outputs.append(output)
-        return tokens.v, torch.stack(outputs, 1)
-    d = tokens.v
-    if recurrence.delta_rule:
-        written = Records(tokens.k, None, tokens.log_decay, tokens.v, tokens.beta)
-        d = _solve(recurrence, base if key_base is None else key_base, records, written)
+        return _stepped(recurrence, fold(recurrence, base, records, rates), tokens, rates, write)
     q, k = (expand_groups(t, heads, 2).transpose(1, 2) for t in (tokens.q, tokens.k))
-    outputs = window_read(recurrence, base, records, tokens.log_decay.cumsum(1), q)
+    since = tokens.log_decay.cumsum(1)
+    if not recurrence.delta_rule:
+        d = tokens.v if write is None else write(tokens.v)
+        outputs = window_read(recurrence, base, records, since, q)
+    else:
+        if key_base is None or key_base is base:
+            both = window_read(recurrence, base, records, torch.cat([since, since], 1), torch.cat([k, q], 2))
+            predicted, outputs = both.chunk(2, 2)
+        else:
+            predicted = window_read(recurrence, key_base, records, since, k)
+            outputs = window_read(recurrence, base, records, since, q)
+        d = _deltas(recurrence, k, predicted, tokens.v, tokens.log_decay, tokens.beta, write)
     within = pair_scores(recurrence, q, k, tokens.log_decay)
-    outputs = outputs + torch.matmul(within, d.transpose(1, 2))
-    return d, outputs.transpose(1, 2)
+    return d, (outputs + torch.matmul(within, d.transpose(1, 2))).transpose(1, 2)
 
 
-def _solve(recurrence: Recurrence, base: Tensor, earlier: Records, records: Records) -> Tensor:
-    """``solve_deltas`` for records that come after ``earlier`` ones, whose d are given."""
-    assert recurrence.delta_rule
-    assert records.v is not None
-    assert records.beta is not None
-    k = expand_groups(records.k, base.shape[1], 2).transpose(1, 2)
-    beta = records.beta.transpose(1, 2)[..., None]
-    predicted = window_read(recurrence, base, earlier, records.log_decay.cumsum(1), k)
-    right = beta * (records.v.transpose(1, 2) - predicted)
-    system = (beta * pair_scores(recurrence, k, k, records.log_decay)).tril(-1)
-    return _unit_lower_solve(system, right).transpose(1, 2)
+def _stepped(
+    recurrence: Recurrence, state: Tensor, tokens: StepInputs, rates: Tensor | None, write: Write | None
+) -> tuple[Tensor, Tensor]:
+    """``read_tokens`` by steps on a dense state, for a decay of single elements."""
+    outputs = []
+    if write is not None:
+        tokens = replace(tokens, v=write(tokens.v))
+    for t in range(tokens.v.shape[1]):
+        state, output = recurrence.step(state, tokens.token(t), rates)
+        outputs.append(output)
+    return tokens.v, torch.stack(outputs, 1)
 
 
-def _unit_lower_solve(system: Tensor, right: Tensor) -> Tensor:
-    """x with (1 + system) x = right, system strictly lower triangular: (..., n, n), (..., n, m) -> (..., n, m)."""
-    if right.dtype in (torch.float32, torch.float64):
-        return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    solved = right.clone()  # LAPACK has no half precision
-    for row in range(1, right.shape[-2]):
-        solved[..., row, :] -= torch.matmul(system[..., row, None, :row], solved[..., :row, :])[..., 0, :]
-    return solved
+def _deltas(
+    recurrence: Recurrence,
+    k: Tensor,
+    predicted: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    write: Write | None,
+) -> Tensor:
+    """The system of ``solve_deltas``, given what the state before the tokens holds along each of their keys.
+
+    k: (batch, heads, tokens, key_dim); predicted: (batch, heads, tokens, value_dim); the others as in Records.
+    """
+    assert beta is not None
+    strength = beta.transpose(1, 2)[..., None]
+    right = strength * (v.transpose(1, 2) - predicted)
+    if k.shape[2] == 1 and write is None:
+        return right.transpose(1, 2)
+    system = (strength * pair_scores(recurrence, k, k, log_decay)).tril(-1)
+    if write is None and right.dtype in (torch.float32, torch.float64):
+        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        return solved.transpose(1, 2)
+    # Row by row: LAPACK has no half precision, and a rounded d enters the rows below it.
+    rows = []
+    for row in range(right.shape[2]):
+        d = right[:, :, row]
+        if rows:
+            earlier = torch.stack(rows, 2)
+            d = d - torch.matmul(system[:, :, row, None, :row], earlier)[:, :, 0]
+        rows.append(d if write is None else write(d))
+    return torch.stack(rows, 1)
 
 
 EMPTY = Records(torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0))

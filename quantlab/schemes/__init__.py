@@ -1,18 +1,26 @@
 """What is stored between tokens: the policy, and the decode state that obeys it."""
 
+from quantlab.schemes.files import load_decode_state, save_decode_state
+from quantlab.schemes.fits import check_policy_fits
 from quantlab.schemes.ledger import ByteLedger, StateShape
 from quantlab.schemes.policy import Options, Policy, parse_policy
-from quantlab.schemes.state import DecodeState, check_policy_fits, start
+from quantlab.schemes.sites import SITES
+from quantlab.schemes.slots import SlotPool
+from quantlab.schemes.state import DecodeState, start
 from quantlab.schemes.store import Diverged
 
 __all__ = [
+    "SITES",
     "ByteLedger",
     "DecodeState",
     "Diverged",
     "Options",
     "Policy",
+    "SlotPool",
     "StateShape",
     "check_policy_fits",
+    "load_decode_state",
     "parse_policy",
+    "save_decode_state",
     "start",
 ]

@@ -1,104 +1,173 @@
-"""The window: up to L records of recent inputs of each sequence, with one cursor a sequence."""
+"""The window: a ring of records of recent inputs of each sequence, with one origin and one cursor a sequence."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from quantlab.formats import Format, parse
 from quantlab.recurrences import Records, StepInputs
+from quantlab.recurrences.window import EMPTY
+from quantlab.schemes.sites import narrow
 
-_ROUND = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_BFLOAT16 = parse("bf16")
 
 
 class WindowBuffer:
     """Records (k, d, log_decay and, for raw contents, v and beta) of the tokens since the last flush.
 
-    Vectors (k, d, v) are held in the buffer format; log_decay and beta always in the compute dtype, as serving engines
-    keep them.  Memory beyond a cursor is never read: it starts as NaN, and reads mask it by selection.
+    Row b holds ``cursor[b]`` records that count and, behind them, ``pending[b]`` drafts that are not accepted yet, from
+    ring position ``origin[b]`` on.  So accepting and rejecting drafts, and dropping records that were folded while
+    later ones stay, are moves of these three numbers.  Memory outside is never read: it starts as NaN, and reads mask
+    it by selection.
+
+    Vectors (k, d, v) are held in the buffer format; log_decay and beta in the dtype of the arithmetic, as serving
+    engines keep them, unless the rounding site ``buffer`` narrows every field.
     """
 
-    def __init__(self, window: int, format: str, raw: bool):
-        self.window, self.format, self.raw = window, format, raw
+    def __init__(self, window: int, drafts: int, format: str, raw: bool, site: Format | None = None):
+        self.window, self.format, self.raw, self.site = window, format, raw, site
+        self.capacity = 1 << (max(1, window - 1 + drafts) - 1).bit_length()
         self.fields: dict[str, Tensor] = {}
-        self.cursor = torch.zeros(0, dtype=torch.int64)
+        self.origin = self.cursor = self.pending = torch.zeros(0, dtype=torch.int64)
 
     def allocate(self, batch: int) -> None:
         """Start empty for ``batch`` sequences; memory is taken when the first record gives the shapes."""
-        self.fields, self.cursor = {}, torch.zeros(batch, dtype=torch.int64)
+        self.fields = {}
+        self.origin, self.cursor, self.pending = (torch.zeros(batch, dtype=torch.int64) for _ in range(3))
 
     def round(self, x: Tensor) -> Tensor:
-        """``x`` as the buffer would give it back."""
-        narrow = _ROUND[self.format]
-        return x if narrow is None else x.to(narrow).to(x.dtype)
+        """A vector as the buffer would give it back."""
+        if self.format == "hilo":
+            high = narrow(x, _BFLOAT16)
+            x = high + narrow(x - high, _BFLOAT16)
+        elif self.format != "fp32":
+            x = narrow(x, parse(self.format))
+        return x if self.site is None else narrow(x, self.site)
 
-    def append(self, inputs: StepInputs, d: Tensor, rows: Tensor | None) -> None:
-        """Write one record at the cursor of each row (all rows, or those in ``rows``) and advance it."""
-        values = {"k": self.round(inputs.k), "d": self.round(d), "log_decay": inputs.log_decay}
-        if self.raw:
-            assert inputs.beta is not None
-            values |= {"v": self.round(inputs.v), "beta": inputs.beta}
-        batch = self.cursor.shape[0]
+    def kept(self, records: Records) -> Records:
+        """``records`` as the buffer would give them back."""
+        records = replace(records, k=self.round(records.k))
+        for name in ("d", "v"):
+            if (value := getattr(records, name)) is not None:
+                records = replace(records, **{name: self.round(value)})
+        if self.site is None:
+            return records
+        beta = None if records.beta is None else narrow(records.beta, self.site)
+        return replace(records, log_decay=narrow(records.log_decay, self.site), beta=beta)
+
+    def append(self, records: Records, rows: Tensor | None, lengths: Tensor | None = None) -> None:
+        """Write records (n, T, ...) behind what each row holds: as accepted tokens, or as drafts with ``lengths``."""
+        batch, count = self.cursor.shape[0], len(records)
         where = torch.arange(batch) if rows is None else rows
-        at = self.cursor[where]
-        uniform = rows is None and bool((at == at[0]).all())
-        for name, value in values.items():
+        at = self.origin[where] + self.cursor[where]
+        kept = self.kept(records)
+        first = int(at[0]) % self.capacity if len(at) else 0
+        uniform = rows is None and first + count <= self.capacity and bool((at == at[0]).all())
+        index = (at[:, None] + torch.arange(count)) % self.capacity
+        for name in ("k", "d", "log_decay", *(("v", "beta") if self.raw else ())):
+            value = getattr(kept, name)
+            assert value is not None
             if name not in self.fields:
-                self.fields[name] = value.new_full((batch, self.window, *value.shape[1:]), torch.nan)
+                self.fields[name] = value.new_full((batch, self.capacity, *value.shape[2:]), torch.nan)
             if uniform:
-                self.fields[name][:, int(at[0])] = value
+                self.fields[name][:, first : first + count] = value
             else:
-                self.fields[name][where, at] = value[where]
-        self.cursor[where] = at + 1
+                self.fields[name][where[:, None], index] = value
+        if lengths is None:
+            self.cursor[where] += count
+        else:
+            self.pending[where] = lengths
 
-    def records(self, rows: Tensor | None = None, *, raw: bool = False) -> Records:
-        """The records written so far, of all rows or those in ``rows``.
+    def records(self, rows: Tensor | None = None, *, raw: bool = False, first: int | None = None) -> Records:
+        """The accepted records of all rows or those in ``rows``, oldest first; at most the ``first`` ones.
 
         A row with fewer records than the longest one is padded with tokens that change nothing (d = 0, no decay).
         """
         cursor = self.cursor if rows is None else self.cursor[rows]
+        if first is not None:
+            cursor = cursor.clamp(max=first)
         length = int(cursor.max()) if len(cursor) else 0
-        used = {}
-        for name, value in self.fields.items():
-            value = value[:, :length] if rows is None else value[rows, :length]
-            if bool((cursor < length).any()):
-                valid = torch.arange(length) < cursor[:, None]
-                value = torch.where(valid.view(*valid.shape, *[1] * (value.ndim - 2)), value, 0.0)
-            used[name] = value
-        if not used:
+        if length == 0 or not self.fields:
             return EMPTY
+        used = self._ordered(rows, length)
+        if bool((cursor < length).any()):
+            valid = torch.arange(length) < cursor[:, None]
+            for name, value in used.items():
+                mask = valid.view(*valid.shape, *[1] * (value.ndim - 2))
+                used[name] = torch.where(mask, value, 0.0)
         if raw:
             return Records(used["k"], None, used["log_decay"], used["v"], used["beta"])
         return Records(used["k"], used["d"], used["log_decay"])
 
+    def accept(self, counts: Tensor, rows: Tensor | None) -> None:
+        """The first ``counts`` drafts of each row become records; the others are gone."""
+        where = slice(None) if rows is None else rows
+        self.cursor[where] += counts
+        self.pending[where] = 0
+
+    def drop(self, rows: Tensor | None, count: int | None = None) -> None:
+        """Forget the oldest ``count`` records (all by default) of the rows; the memory stays."""
+        where = slice(None) if rows is None else rows
+        dropped = self.cursor[where] if count is None else self.cursor[where].clamp(max=count)
+        left = self.cursor[where] - dropped
+        origin = (self.origin[where] + dropped) % self.capacity
+        # An empty ring starts over, so that records of rows in step stay one block of memory.
+        empty = (left == 0) & (self.pending[where] == 0)
+        self.origin[where] = torch.where(empty, 0, origin)
+        self.cursor[where] = left
+
     def clear(self, rows: Tensor | None) -> None:
-        """A flush or a hand-off: the cursor goes back, the memory stays."""
-        if rows is None:
-            self.cursor.zero_()
-        else:
-            self.cursor[rows] = 0
+        """A hand-off: no records, no drafts."""
+        where = slice(None) if rows is None else rows
+        for numbers in (self.origin, self.cursor, self.pending):
+            numbers[where] = 0
 
     def select(self, rows: Tensor) -> None:
         """Keep (or repeat) rows."""
         self.fields = {name: value[rows] for name, value in self.fields.items()}
-        self.cursor = self.cursor[rows]
+        self.origin, self.cursor, self.pending = self.origin[rows], self.cursor[rows], self.pending[rows]
+
+    def place(self, rows: Tensor, other: "WindowBuffer") -> None:
+        """Make ``rows`` what the rows of ``other`` are."""
+        for name, value in other.fields.items():
+            if name not in self.fields:
+                self.fields[name] = value.new_full((len(self.cursor), *value.shape[1:]), torch.nan)
+            self.fields[name][rows] = value
+        self.origin[rows], self.cursor[rows], self.pending[rows] = other.origin, other.cursor, other.pending
+
+    def used(self) -> Tensor:
+        """Which ring positions hold a record or a draft: bool (batch, capacity)."""
+        behind = (torch.arange(self.capacity) - self.origin[:, None]) % self.capacity
+        return behind < (self.cursor + self.pending)[:, None]
+
+    def ordered(self) -> dict[str, Tensor]:
+        """The fields (batch, window, ...), oldest record first; undefined behind each cursor."""
+        return self._ordered(None, min(self.window, self.capacity)) if self.fields else {}
+
+    def _ordered(self, rows: Tensor | None, length: int) -> dict[str, Tensor]:
+        origin = self.origin if rows is None else self.origin[rows]
+        if not bool(origin.any()):
+            picked = slice(None) if rows is None else rows
+            return {name: value[picked, :length] for name, value in self.fields.items()}
+        where = torch.arange(len(self.cursor)) if rows is None else rows
+        index = (origin[:, None] + torch.arange(length)) % self.capacity
+        return {name: value[where[:, None], index] for name, value in self.fields.items()}
 
 
-EMPTY = Records(torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0))
+def token_records(tokens: StepInputs, d: Tensor, *, raw: bool) -> Records:
+    """Tokens as records.  raw: v and beta are carried too, so that d can be derived again."""
+    return Records(tokens.k, d, tokens.log_decay, tokens.v if raw else None, tokens.beta if raw else None)
 
 
-def with_current(records: Records, inputs: StepInputs, d: Tensor | None, *, raw: bool) -> Records:
-    """``records`` followed by the current token, unrounded.  raw: v and beta are carried instead of d."""
-    token = Records(
-        k=inputs.k[:, None],
-        d=None if raw or d is None else d[:, None],
-        log_decay=inputs.log_decay[:, None],
-        v=inputs.v[:, None] if raw else None,
-        beta=inputs.beta[:, None] if raw and inputs.beta is not None else None,
-    )
+def joined(records: Records, token: Records) -> Records:
+    """``records`` followed by ``token``; fields that either lacks are left out."""
     if len(records) == 0:
         return token
 
     def join(name: str) -> Tensor | None:
         old, new = getattr(records, name), getattr(token, name)
-        return None if new is None else torch.cat([old, new], 1)
+        return None if old is None or new is None else torch.cat([old, new], 1)
 
     k, log_decay = join("k"), join("log_decay")
     assert k is not None

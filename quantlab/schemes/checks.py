@@ -1,12 +1,16 @@
 """What a decode state accepts: each check names the argument, what it is and what was expected."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantlab.errors import InputError
+from quantlab.recurrences import Recurrence, StepInputs, get_recurrence
+from quantlab.schemes.ledger import StateShape
+from quantlab.schemes.policy import MAXIMUM_WINDOW, Policy
 
 
 def is_integer(value: object) -> bool:
@@ -70,3 +74,87 @@ def saved_meta(saved: Any, version: int) -> dict[str, Any]:
     if found != version:
         raise InputError("saved state version", found, str(version))
     return meta
+
+
+def arithmetic(dtype: torch.dtype | None, policy: Policy) -> torch.dtype:
+    """The dtype of everything but the stores: what is asked for, or the one that the checkpoint needs."""
+    wide = policy.checkpoint.name == "fp64"
+    if dtype is None:
+        return torch.float64 if wide else torch.float32
+    if dtype not in (torch.float32, torch.float64) or (wide and dtype == torch.float32):
+        allowed = "torch.float64" if wide else "torch.float32 or torch.float64"
+        raise InputError("arithmetic", dtype, allowed)
+    return dtype
+
+
+def state_shape(heads: int, value_dim: int, key_dim: int, key_heads: int | None) -> StateShape:
+    """The shape of a layer's state; key_heads None means one a head."""
+    groups = heads if key_heads is None else key_heads
+    if not is_integer(groups) or groups < 1 or heads % groups:
+        raise InputError("key_heads", groups, f"a divisor of heads = {heads}")
+    return StateShape(heads, value_dim, key_dim, groups)
+
+
+def options(family: str, shape: StateShape, rates: object, seed: int, layer: int, drafts: int) -> None:
+    """InputError for what a decode state of ``family`` cannot be made with."""
+    for name, value in (("seed", seed), ("layer", layer)):
+        if not is_integer(value):
+            raise InputError(name, value, "an integer")
+    if not is_integer(drafts) or not 0 <= drafts <= MAXIMUM_WINDOW:
+        raise InputError("drafts", drafts, f"an integer from 0 to {MAXIMUM_WINDOW}")
+    expected = (shape.heads, shape.value_dim, shape.key_dim)
+    if get_recurrence(family).needs_rates:
+        tensor("rates", rates, expected, f"shape {expected}")
+    elif rates is not None:
+        raise InputError("rates", describe(rates), f"None: {family} has no rates")
+
+
+def token_count(inputs: StepInputs) -> int:
+    """T of tokens (batch, T, heads, value_dim)."""
+    if not isinstance(inputs.v, Tensor) or inputs.v.ndim != 4:
+        raise InputError("v", describe(inputs.v), "shape (batch, tokens, heads, value_dim)")
+    return inputs.v.shape[1]
+
+
+def tokens(
+    inputs: StepInputs, recurrence: Recurrence, shape: StateShape, batch: int, count: int | None
+) -> None:
+    """InputError unless ``inputs`` are one token of ``batch`` rows, or ``count`` tokens if that is given."""
+    lead = (batch,) if count is None else (batch, count)
+    expected: dict[str, tuple[int, ...]] = {
+        "q": (*lead, shape.key_heads, shape.key_dim),
+        "k": (*lead, shape.key_heads, shape.key_dim),
+        "v": (*lead, shape.heads, shape.value_dim),
+        "log_decay": (*lead, *recurrence.gate_shape(shape.heads, shape.value_dim, shape.key_dim)),
+    }
+    if recurrence.delta_rule:
+        expected["beta"] = (*lead, shape.heads)
+    for name, wanted in expected.items():
+        tensor(name, getattr(inputs, name), wanted, f"shape {wanted}")
+
+
+def lengths(value: object, batch: int, count: int) -> Tensor:
+    """Tokens of each row that count: int64 (batch,), each from 0 to ``count``; all of them by default."""
+    if value is None:
+        return torch.full((batch,), count)
+    return _numbers("lengths", value, batch, torch.full((batch,), count), lambda row: f"row {row}")
+
+
+def counts(value: object, pending: Tensor, place: Callable[[int], str]) -> Tensor:
+    """Accepted drafts of each row: int64, each from 0 to what is pending there."""
+    return _numbers("counts", value, len(pending), pending, place, "drafts pending")
+
+
+def _numbers(
+    name: str, value: object, batch: int, limits: Tensor, place: Callable[[int], str], what: str = "tokens"
+) -> Tensor:
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32) or value.ndim != 1:
+        raise InputError(name, describe(value), f"int64 or int32 of shape ({batch},)")
+    if len(value) != batch:
+        raise InputError(name, tuple(value.shape), f"shape ({batch},): one number a row")
+    value = value.cpu().to(torch.int64)
+    wrong = (value < 0) | (value > limits)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0, 0])
+        raise InputError(name, f"{int(value[row])} at {place(row)}", f"0 to {int(limits[row])} {what}")
+    return value

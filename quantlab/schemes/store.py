@@ -1,7 +1,7 @@
 """One stored copy of the state: its bits, its rounding, its random numbers."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -19,6 +19,16 @@ class Diverged(ArithmeticError):
     """A state that was about to be stored holds NaN or Inf.  A result, not a failure: drift records the step."""
 
 
+@dataclass(frozen=True)
+class Preview:
+    """A store that was only computed: decoded values, residual, and the counters of its rows."""
+
+    decoded: Tensor
+    residual: Tensor | Encoded | None
+    numbers: Tensor
+    sequence_ids: Tensor
+
+
 class Store:
     """A copy of a batch's state (batch, heads, value_dim, key_dim) under one format.
 
@@ -26,7 +36,8 @@ class Store:
     random words, so they are formed only when somebody asks for them (``encoded``): a simulated step needs the decoded
     values alone.
     ``numbers`` counts the stores of each sequence, 0 being the prefill hand-off; with ``sequence_ids`` and the seed it
-    decides the stochastic bits, so that batch layout and slot moves change nothing.
+    decides the stochastic bits, so that batch layout and slot moves change nothing.  ``live`` marks the rows whose
+    ``decoded`` was not rounded yet.
     """
 
     def __init__(
@@ -36,20 +47,24 @@ class Store:
         self.dtype = dtype
         self.sequence_ids = sequence_ids
         self.numbers = torch.full_like(sequence_ids, -1)
+        self.live = torch.zeros(sequence_ids.shape, dtype=torch.bool)
         self.decoded = torch.empty(0)
         self.residual: Tensor | Encoded | None = None
         self._dense: Tensor | None = None
         self._encoded: Encoded | None = None
 
-    def write(self, dense: Tensor, rows: Tensor | None = None) -> None:
+    def write(self, dense: Tensor, rows: Tensor | None = None, *, rounded: bool = True) -> None:
         """Round and store ``dense``: the whole batch, or the rows named by ``rows``.
 
-        Raises Diverged if ``dense`` holds NaN or Inf.
+        rounded=False keeps it as it is, in the dtype of the arithmetic: the codes, their number and the residual stay
+        those of the last rounding (``live``).  Raises Diverged if ``dense`` holds NaN or Inf.
         """
-        if not torch.isfinite(dense.sum(dtype=torch.float64)):
-            raise Diverged("the state holds NaN or Inf")
-        if self.format.error_feedback and bool((dense.abs() > _RESIDUAL_ROOM).any()):
-            raise Diverged("state and residual together are beyond float32")
+        self._refuse(dense)
+        where = slice(None) if rows is None else rows
+        self.live[where] = not rounded
+        if not rounded:
+            self.decoded = dense if rows is None else self.decoded.index_copy(0, rows, dense)
+            return
         if rows is None:
             self.numbers = self.numbers + 1
             self._dense, self._encoded = dense, None
@@ -64,7 +79,7 @@ class Store:
         self.decoded = self.decoded.index_copy(0, rows, self._decode(encoded))
         self.residual = self._encoded.residual
 
-    def hand_off(self, dense: Tensor, rows: Tensor | None = None) -> None:
+    def hand_off(self, dense: Tensor, rows: Tensor | None = None, *, rounded: bool = True) -> None:
         """Store a prefill state: store number 0, residual zero."""
         if rows is None:
             self.numbers = torch.full_like(self.numbers, -1)
@@ -74,7 +89,47 @@ class Store:
             if self.residual is not None:
                 # Codes of zero decode to zero under any scale.
                 self.residual = _map(self.residual, lambda t: t.index_fill(0, rows, 0))
-        self.write(dense, rows)
+        if rounded:
+            self.write(dense, rows)
+            return
+        # Memory of the codes must be there; what it holds is not looked at until the first rounding.
+        self.write(torch.zeros_like(dense), rows)
+        self.numbers = self.numbers - 1 if rows is None else self.numbers.index_fill(0, rows, -1)
+        self.write(dense, rows, rounded=False)
+
+    def preview(self, dense: Tensor, rows: Tensor | None, held: "Preview | None") -> "Preview":
+        """What the next store would hold, stored nowhere; ``held`` is the store before it, if that is a preview too."""
+        self._refuse(dense)
+        if held is None:
+            residual, numbers, ids = self.residual, self.numbers, self.sequence_ids
+            if rows is not None:
+                residual = None if residual is None else _map(residual, lambda t: t[rows])
+                numbers, ids = numbers[rows], ids[rows]
+        else:
+            residual, numbers, ids = held.residual, held.numbers, held.sequence_ids
+        if not self.format.error_feedback:
+            decoded = self.format.round(dense, self._words(dense.shape, numbers + 1, ids)).to(self.dtype)
+            return Preview(decoded, None, numbers + 1, ids)
+        encoded = self._encode(dense, residual, numbers + 1, ids)
+        return Preview(self._decode(encoded), encoded.residual, numbers + 1, ids)
+
+    def with_residual(self, held: Preview | None = None) -> Tensor:
+        """Decoded + residual, of what is stored or of a preview: what that store was given, as far as it was kept."""
+        decoded, residual = (self.decoded, self.residual) if held is None else (held.decoded, held.residual)
+        if residual is None:
+            return decoded
+        values = decoded + self.format.residual_values(residual).to(self.dtype)
+        return values if held is not None else torch.where(self.live[:, None, None, None], decoded, values)
+
+    def _refuse(self, dense: Tensor) -> None:
+        # NaN and Inf never sum to a finite number; a sum of finite numbers may overflow, so that is looked at again.
+        if not torch.isfinite(dense.sum()) and not bool(torch.isfinite(dense).all()):
+            raise Diverged("the state holds NaN or Inf")
+        narrow = dense.dtype == torch.float64 and self.format.name != "fp64"
+        if narrow and bool((dense.abs() > torch.finfo(torch.float32).max).any()):
+            raise Diverged("the state is beyond float32")
+        if self.format.error_feedback and bool((dense.abs() > _RESIDUAL_ROOM).any()):
+            raise Diverged("state and residual together are beyond float32")
 
     @property
     def encoded(self) -> Encoded:
@@ -85,16 +140,33 @@ class Store:
             self._dense = None
         return self._encoded
 
+    def rename(self, rows: Tensor, sequence_ids: Tensor) -> None:
+        """Give rows other sequence ids; what is stored already keeps the bits that the old ids drew."""
+        if self._dense is not None:
+            self._encoded, self._dense = self.encoded, None
+        self.sequence_ids = self.sequence_ids.index_copy(0, rows, sequence_ids)
+
     def select(self, rows: Tensor) -> None:
         """Keep (or repeat) the rows named by ``rows``; a repeated row draws the same random numbers as its origin."""
         self._encoded = map_tensors(self.encoded, lambda t: t[rows])
         self.residual = self._encoded.residual
         self.numbers, self.sequence_ids = self.numbers[rows], self.sequence_ids[rows]
-        self.decoded = self.decoded[rows]
+        self.decoded, self.live = self.decoded[rows], self.live[rows]
+
+    def place(self, rows: Tensor, other: "Store") -> None:
+        """Make ``rows`` what the rows of ``other``, of the same format, are."""
+        self._encoded = _put_rows(self.encoded, rows, other.encoded)
+        self._dense, self.residual = None, self._encoded.residual
+        self.decoded = self.decoded.index_copy(0, rows, other.decoded)
+        self.numbers = self.numbers.index_copy(0, rows, other.numbers)
+        self.sequence_ids = self.sequence_ids.index_copy(0, rows, other.sequence_ids)
+        self.live[rows] = other.live
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored bits and counters, for ``save``."""
-        return _flat(self.encoded) | {"numbers": self.numbers, "sequence_ids": self.sequence_ids}
+        counters = {"numbers": self.numbers, "sequence_ids": self.sequence_ids}
+        unrounded = {"live": self.live, "unrounded": self.decoded} if bool(self.live.any()) else {}
+        return _flat(self.encoded) | counters | unrounded
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take over what ``tensors`` returned."""
@@ -103,6 +175,9 @@ class Store:
         self._dense, self._encoded, self.residual = None, encoded, encoded.residual
         self.decoded = self._decode(encoded)
         self.numbers, self.sequence_ids = tensors["numbers"], tensors["sequence_ids"]
+        if "live" in tensors:
+            self.live = tensors["live"].clone()
+            self.decoded = torch.where(self.live[:, None, None, None], tensors["unrounded"], self.decoded)
 
     def _words(self, shape: torch.Size, numbers: Tensor, ids: Tensor) -> Tensor | None:
         if not self.format.stochastic:

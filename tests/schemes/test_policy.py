@@ -50,6 +50,9 @@ def test_options_list_every_key_of_the_grammar():
         ("fp32/nvfp4@16:flush_read=copy:contents=derived", "fp32/nvfp4@16:contents=derived:flush_read=copy"),
         ("fp16+sr/nvfp4@16:buffer=bf16", "fp16+sr/nvfp4@16:buffer=bf16"),
         ("int8+ef.fp16@1", "int8+ef@1"),
+        ("fp32@16:sites=output+beta.bf16+k.fp16", "fp32@16:sites=beta+k.fp16+output"),
+        ("fp32@16:dot=ieee:flush=full:schedule=flush", "fp32@16"),
+        ("bf16@16:schedule=step:buffer=hilo", "bf16@16:buffer=hilo:schedule=step"),
     ],
 )
 def test_canonical_text(text, canonical):
@@ -93,13 +96,24 @@ def test_round_trip(checkpoint, copy, window, options, reads):
         ("fp32@16:buffr=bf16", "nearest: buffer"),
         ("fp32@16:buffer", "key=value"),
         ("fp32@16:buffer=fp31", "one of fp32, bf16, fp16, hilo"),
-        ("fp32@16:buffer=hilo", "buffer=hilo is not built yet"),
-        ("fp32@16:dot=tf32", "dot=tf32 is not built yet"),
-        ("fp32@16:current=buffer", "current=buffer is not built yet"),
-        ("fp32@16:flush=early", "flush=early is not built yet"),
-        ("fp32@16:schedule=chunk", "schedule=chunk is not built yet"),
-        ("int8+ef@16:ef_read=include", "ef_read=include is not built yet"),
-        ("fp32@16:sites=beta", "sites=beta is not built yet"),
+        ("fp32@16:dot=tf64", "one of ieee, tf32, tf32x3, bf16"),
+        ("fp32@1:dot=tf32", "without a matrix product"),
+        ("fp32@16:dot=tf32:sites=dot", "dot= or sites=dot, not both"),
+        ("fp32@16:current=buffer", "buffer= of a narrower format"),
+        ("fp32@1:current=buffer", "window 1 has no buffer"),
+        ("fp32@1:flush=early", "a window above 1 for flush=early"),
+        ("fp32@16:schedule=chunk", "a rounded checkpoint"),
+        ("bf16@1:schedule=step", "every token is stored anyhow"),
+        ("bf16/nvfp4@16:schedule=step", "no read copy with schedule=step"),
+        ("bf16@16:schedule=step:flush=early", "flush=full with schedule=step"),
+        ("int8@16:ef_read=include", "error feedback and no read copy"),
+        ("int8+ef/nvfp4@16:ef_read=include", "error feedback and no read copy"),
+        ("fp32@16:sites=", "at least one site"),
+        ("fp32@16:sites=betta", "nearest: beta"),
+        ("fp32@16:sites=beta+beta.fp16", "given twice"),
+        ("fp32@16:sites=beta.int8", "an element without scale"),
+        ("fp32@16:sites=beta.fp17", "a known format after"),
+        ("fp32@1:sites=buffer", "window 1 has no buffer"),
         ("fp32@16:buffer=bf16:buffer=bf16", "given twice"),
         ("fp32@16:key_read=checkpoint", "a read copy"),
         ("fp32@16:flush_read=copy", "a read copy"),
@@ -120,8 +134,17 @@ def test_wrong_text_says_what_was_expected(text, says):
 
 
 def test_options_of_a_delta_rule_are_refused_elsewhere():
-    for option in ("contents=derived", "key_read=checkpoint"):
+    for option in ("contents=derived", "key_read=checkpoint", "sites=beta"):
         policy = parse_policy(f"fp32/nvfp4@16:{option}")
         check_policy_fits(policy, "gated_delta")
+        check_policy_fits(policy, "kimi_delta")
         with pytest.raises(InputError, match="delta rule only"):
             check_policy_fits(policy, "mamba2")
+
+
+def test_products_are_refused_where_there_are_none():
+    for option in ("dot=tf32", "sites=dot", "sites=decay"):
+        policy = parse_policy(f"fp32@16:{option}")
+        check_policy_fits(policy, "mamba2")
+        with pytest.raises(InputError, match="every element decays by itself"):
+            check_policy_fits(policy, "mamba1")

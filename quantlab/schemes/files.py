@@ -1,0 +1,30 @@
+"""Decode states as files: safetensors, written whole or not at all."""
+
+from pathlib import Path
+
+from quantlab.errors import InputError
+from quantlab.schemes.state import DecodeState
+
+
+def save_decode_state(state: DecodeState, path: str | Path) -> None:
+    """Write ``state.save()`` as a safetensors file: to a temporary name in the same folder, then renamed.
+
+    Raises InputError for a folder that is not there and, as ``save`` does, while drafts are pending.
+    """
+    from safetensors.torch import save
+
+    from quantlab.records import write_atomic
+
+    write_atomic(path, save({name: value.contiguous() for name, value in state.save().items()}))
+
+
+def load_decode_state(path: str | Path) -> DecodeState:
+    """The state that ``save_decode_state`` wrote; it continues bit for bit.  Raises InputError for any other file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        saved = load(Path(path).read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise InputError("path", str(path), f"a file of save_decode_state: {error}") from None
+    return DecodeState.restore(saved)
