@@ -86,6 +86,12 @@ def drift(
     ] = None,
     value_dim: Annotated[int | None, typer.Option(help="Value dim of a head.", min=1)] = None,
     key_dim: Annotated[int | None, typer.Option(help="Key dim of a head.", min=1)] = None,
+    turn: Annotated[
+        int | None, typer.Option(help="Tokens of a turn; at its end every state is flushed.", min=1)
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(help="Tokens taken at once, as a prefill chunk, instead of one.", min=1)
+    ] = None,
     stream: Annotated[Path | None, typer.Option(help="A stream file instead of a made stream.")] = None,
     save_stream: Annotated[Path | None, typer.Option(help="Also write the stream to this file.")] = None,
     output: Annotated[
@@ -122,6 +128,7 @@ def drift(
         raise InputError("workers", workers, "--output, without which there is one process")
     if output is not None and save_stream is not None:
         raise InputError("save_stream", str(save_stream), "no --output, with which no stream is in memory")
+    settings = {"seed": seed, "turn": turn, "chunk": chunk}
     options: dict[str, Any] = {
         "preset": preset,
         "heads": heads,
@@ -144,7 +151,7 @@ def drift(
             description = {"family": family, **source.meta}
         for parsed in policies:
             check_policy_fits(parsed, source.family)
-        rows = _run_and_store(source, description, policies, seed, output, workers)
+        rows = _run_and_store(source, description, policies, settings, output, workers)
         digest = rows[0]["stream_hash"]
     else:
         source = drifts.synthetic_stream(family, **options) if stream is None else drifts.load_stream(stream)
@@ -152,7 +159,7 @@ def drift(
             check_policy_fits(parsed, source.family)
         if save_stream is not None:
             drifts.save_stream(source, save_stream)
-        rows, digest = _run_in_memory(source, policies, seed)
+        rows, digest = _run_in_memory(source, policies, settings)
     if as_json:
         print_json(rows)
         return
@@ -170,11 +177,13 @@ def _row(policy: "Policy", status: str, metrics: dict[str, Any]) -> dict[str, An
     return {"policy": str(policy), "status": status} | {key: metrics[key] for key in _KEYS}
 
 
-def _run_in_memory(stream: "Stream", policies: "list[Policy]", seed: int) -> tuple[list[dict[str, Any]], str]:
+def _run_in_memory(
+    stream: "Stream", policies: "list[Policy]", settings: dict[str, Any]
+) -> tuple[list[dict[str, Any]], str]:
     from quantlab.drift import run_drift
 
     with progress(f"{stream.steps} steps", stream.steps) as advance:
-        result = run_drift(stream, policies, seed=seed, on_step=advance)
+        result = run_drift(stream, policies, on_step=advance, **settings)
     return [_row(run.policy, run.status, result.metrics(run)) for run in result.runs], result.stream_hash
 
 
@@ -182,7 +191,7 @@ def _run_and_store(
     source: "StreamSource",
     description: dict[str, Any],
     policies: "list[Policy]",
-    seed: int,
+    settings: dict[str, Any],
     output: Path,
     workers: int | None,
 ) -> list[dict[str, Any]]:
@@ -204,7 +213,8 @@ def _run_and_store(
 
     folder = check_output_folder(output.resolve() / "records")
     remove_stale(folder)
-    drawn = {"rounding_seed": seed} if seed else {}
+    drawn = {"rounding_seed": settings["seed"]} if settings["seed"] else {}
+    drawn |= {name: settings[name] for name in ("turn", "chunk") if settings[name] is not None}
     points = {
         policy: {"kind": "drift", "stream": description, "policy": str(policy), **drawn}
         for policy in policies
@@ -224,7 +234,7 @@ def _run_and_store(
         with progress(f"{source.steps} steps", source.steps) as advance:
             try:
                 result = run_long(
-                    source, missing, series=series, seed=seed, processes=processes, on_step=advance
+                    source, missing, series=series, processes=processes, on_step=advance, **settings
                 )
             finally:
                 remove_stale(folder)

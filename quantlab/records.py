@@ -424,14 +424,14 @@ def open_stream_file(
     def reader(name: str) -> Callable[[slice], np.ndarray]:
         def read(part: slice) -> np.ndarray:
             with safetensors.safe_open(str(path), framework="numpy") as file:
-                return file.get_slice(name)[part]
+                return file.get_slice(name)[slice(*part.indices(shapes[name][0]))]
 
         return read
 
     readers = {name: reader(name) for name in shapes}
     digest = hashlib.sha256(family.encode())
     for name in sorted(shapes):
-        dtype = readers[name](slice(0, 0)).dtype
+        dtype = readers[name](slice(0, 1)).dtype
         if dtype.kind not in "fiu":
             raise InputError("stream file", str(path), f"real numbers, but {name} is {dtype}")
         digest.update(canonical_json([name, dtype.str, shapes[name]]).encode())

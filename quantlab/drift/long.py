@@ -20,7 +20,7 @@ from quantlab.drift.series import StatisticsFile, series_file
 from quantlab.drift.sources import StreamSource, as_source
 from quantlab.drift.streams import Stream
 from quantlab.drift.summary import PolicySummary
-from quantlab.drift.tracker import Tracker
+from quantlab.drift.tracker import Schedule, Tracker
 from quantlab.errors import InputError
 from quantlab.schemes import Policy, check_policy_fits
 
@@ -56,6 +56,8 @@ def run_long(
     series: Mapping[Policy, Path] | None = None,
     seed: int = 0,
     dense: bool = False,
+    turn: int | None = None,
+    chunk: int | None = None,
     processes: int = 1,
     on_step: OnStep | None = None,
 ) -> LongResult:
@@ -64,7 +66,7 @@ def run_long(
     series: for each policy the Parquet file that its steps are written to (columns of ``DriftResult.table`` but the
     policy), which appears when the run is complete.  processes: the policies are shared among so many, each with the
     stream and a shadow of its own (made again, which costs less than handing them over).  on_step: called with the
-    number of steps that every process has finished.
+    number of steps that every process has finished.  seed, dense, turn, chunk: as of ``run_drift``.
     Raises InputError like ``run_drift``, ChildProcessError if a process dies.
     """
     source, parsed = as_source(stream), parse_policies(policies)
@@ -72,8 +74,16 @@ def run_long(
         check_policy_fits(policy, source.family)
     if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
         raise InputError("processes", processes, "at least 1")
+    schedule = Schedule(turn, chunk)
     shares = [
-        _Share(source, share, {p: path for p, path in (series or {}).items() if p in share}, seed, dense)
+        _Share(
+            source,
+            share,
+            {p: path for p, path in (series or {}).items() if p in share},
+            seed,
+            dense,
+            schedule,
+        )
         for share in share_policies(parsed, processes)
     ]
     found = [_run_share(shares[0], on_step)] if len(shares) == 1 else _run_in_processes(shares, on_step)
@@ -120,6 +130,7 @@ class _Share:
     series: dict[Policy, Path]
     seed: int
     dense: bool
+    schedule: Schedule
 
 
 @dataclass(frozen=True)
@@ -133,7 +144,8 @@ class _Found:
 
 def _run_share(share: _Share, on_step: OnStep | None) -> _Found:
     started, source = time.process_time(), share.source
-    trackers = [Tracker(policy, source, share.seed, share.dense) for policy in share.policies]
+    schedule = share.schedule
+    trackers = [Tracker(policy, source, share.seed, share.dense, schedule) for policy in share.policies]
     folder = next((path.parent for path in share.series.values()), None)
     statistics, shadow = StatisticsFile(source.steps, folder), RunningShadow(source)
     with contextlib.ExitStack() as files:
@@ -141,14 +153,14 @@ def _run_share(share: _Share, on_step: OnStep | None) -> _Found:
             policy: files.enter_context(series_file(path, source.heads))
             for policy, path in share.series.items()
         }
-        for block in shadow.run(trackers, on_step):
+        for block in shadow.run(trackers, on_step, schedule.block):
             exact = block.statistics
             statistics.add(block.first, exact)
             for tracker in trackers:
                 if tracker.policy in writers:
                     writers[tracker.policy].add(block.first, tracker.errors, exact.output, exact.state)
         whole = statistics.whole()
-        for tracker in trackers:
+        for tracker in trackers if schedule.predicted else ():
             noise = state_noise(tracker.policy, shadow.middle)
             predicted = predict_curve(tracker.policy, source.family, whole, noise)
             tracker.sums.add_prediction(1, predicted.output, predicted.state, whole.output, whole.state)

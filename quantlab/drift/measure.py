@@ -17,7 +17,7 @@ from quantlab.drift.statistics import ShadowStatistics
 from quantlab.drift.streams import Stream
 from quantlab.drift.summary import PolicySummary
 from quantlab.drift.sums import StepErrors
-from quantlab.drift.tracker import Tracker
+from quantlab.drift.tracker import Schedule, Tracker
 from quantlab.errors import InputError
 from quantlab.schemes import Policy, parse_policy
 
@@ -95,21 +95,25 @@ def run_drift(
     *,
     seed: int = 0,
     dense: bool = False,
+    turn: int | None = None,
+    chunk: int | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> DriftResult:
     """Run every policy over ``stream`` beside one float64 shadow, and keep every step (``run_long`` does not).
 
     The shadow starts from the unrounded prefill state and consumes the stream's stored values.  seed: of the stochastic
-    bits.  dense: measure state and read errors at every step instead of at flushes and log-spaced steps.  on_step:
-    called with the number of finished steps.  A policy that overflows or turns NaN ends as ``diverged`` and the others
-    go on.  Raises InputError for a policy that the family cannot use.
+    bits.  dense: measure state and read errors at every step instead of at flushes and log-spaced steps.  turn: tokens
+    of a turn, at whose end every state is flushed; chunk: tokens that are taken at once, as a prefill chunk (neither
+    has a prediction).  on_step: called with the number of finished steps.  A policy that overflows or turns NaN ends as
+    ``diverged`` and the others go on.  Raises InputError for a policy that the family cannot use.
     """
     source = as_source(stream)
-    trackers = [Tracker(policy, source, seed, dense) for policy in parse_policies(policies)]
+    schedule = Schedule(turn, chunk)
+    trackers = [Tracker(policy, source, seed, dense, schedule) for policy in parse_policies(policies)]
     kept: list[list[StepErrors]] = [[] for _ in trackers]
     statistics: list[StreamStatistics] = []
     shadow = RunningShadow(source)
-    for block in shadow.run(trackers, on_step):
+    for block in shadow.run(trackers, on_step, schedule.block):
         statistics.append(block.statistics)
         for errors, tracker in zip(kept, trackers, strict=True):
             errors.append(tracker.errors)
@@ -118,6 +122,9 @@ def run_drift(
     for tracker, errors in zip(trackers, kept, strict=True):
         noise = state_noise(tracker.policy, shadow.middle)
         prediction = predict_curve(tracker.policy, source.family, whole, noise)
+        if not schedule.predicted:
+            nothing = np.full_like(whole.output, np.nan)
+            prediction = Prediction(nothing, nothing)
         tracker.sums.add_prediction(1, prediction.output, prediction.state, whole.output, whole.state)
         run = PolicyRun(
             **vars(tracker.summary()),
@@ -167,11 +174,14 @@ class RunningShadow:
         self.middle = self.exact.state.clone()
 
     def run(
-        self, trackers: Iterable[Tracker], on_step: Callable[[int], None] | None = None
+        self,
+        trackers: Iterable[Tracker],
+        on_step: Callable[[int], None] | None = None,
+        length: int = BLOCK,
     ) -> Iterator[MeasuredBlock]:
         """Step the shadow and every tracker through the source, and say so after each block."""
         number = 0
-        for stream in self.source.blocks(BLOCK):
+        for stream in self.source.blocks(length):
             with torch.inference_mode():
                 first, statistics = number + 1, ShadowStatistics(stream)
                 for tracker in trackers:

@@ -29,8 +29,8 @@ from quantlab.drift.shadow import ExactState
 from quantlab.drift.sources import FileSource, as_source
 from quantlab.drift.sums import BinnedSums, LostAt
 from quantlab.errors import InputError
-from quantlab.recurrences import RECURRENCES, expand_groups
-from quantlab.schemes import parse_policy
+from quantlab.recurrences import RECURRENCES, StepInputs, expand_groups
+from quantlab.schemes import parse_policy, start
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {"heads": 4, "sequences": 2, "steps": 300, "value_dim": 8, "key_dim": 16, "key_heads": 2, "seed": 5}
@@ -275,6 +275,58 @@ def test_a_run_is_lost_in_the_same_span_whatever_the_blocks(lost):
         found.add(watch.step)
     # Only whole spans of 16 count: the last 8 steps of 200 are none.
     assert found == {None if lost is None or lost >= 192 else lost // 16 * 16 + 1}
+
+
+def test_turns_and_chunks_are_what_the_state_does_with_them():
+    """Against a literal run: a flush every 10 tokens, and 7 tokens at a time, the last chunk shorter."""
+    stream = synthetic_stream("gated_delta", **SHORT | {"alpha": 0.97})
+    policy = "bf16/nvfp4@16"
+    exact, state = stream.initial.double(), start(policy, "gated_delta", stream.initial, key_heads=2)
+    chunks = start(policy, "gated_delta", stream.initial, key_heads=2)
+    wanted, outputs, chunked = [], [], []
+    for t in range(stream.steps):
+        exact, output = RECURRENCES["gated_delta"].step(exact, stream.step(t).to(torch.float64))
+        wanted.append(output)
+        outputs.append(state.step(stream.step(t)))
+        if (t + 1) % 10 == 0:
+            state.flush()
+    for first in range(0, stream.steps, 7):
+        parts = {
+            n: v[first : first + 7].transpose(0, 1) for n, v in stream.tensors().items() if n != "initial"
+        }
+        chunked.append(chunks.extend(StepInputs(**parts)))
+    turned, in_chunks = (run_drift(stream, [policy], turn=10), run_drift(stream, [policy], chunk=7))
+    for result, found in ((turned, torch.stack(outputs)), (in_chunks, torch.cat(chunked, 1).transpose(0, 1))):
+        error = (found.double() - torch.stack(wanted)).square().sum(-1).flatten(1).numpy()
+        np.testing.assert_allclose(result.runs[0].output_error, error, rtol=1e-6)
+        metrics = result.metrics(result.runs[0])
+        assert np.isnan(metrics["predicted_output_error"])
+        assert "turns or chunks" in metrics["prediction_note"]
+    # 7 flushes of turns (none is left at 70 of 10 within 16), 10 chunks; the last store is read by nobody.
+    assert turned.runs[0].exercised["checkpoint"] == 7
+    assert in_chunks.runs[0].exercised["checkpoint"] == 10
+    one = run_drift(stream, [policy], chunk=1)
+    assert one.runs[0].exercised["checkpoint"] == stream.steps
+
+
+@pytest.mark.parametrize("options", [{"turn": 10}, {"chunk": 7}, {"chunk": 200}])
+def test_long_runs_have_turns_and_chunks_too(options, monkeypatch):
+    source = block_stream("mamba2", **SHORT)
+    kept = run_drift(source, ["fp16+sr@16", "nvfp4@16:schedule=turn"], **options)
+    found = run_long(source, ["fp16+sr@16", "nvfp4@16:schedule=turn"], **options)
+    for run, other in zip(kept.runs, found.runs, strict=True):
+        np.testing.assert_equal(found.metrics(other), kept.metrics(run))
+
+
+def test_turns_and_chunks_that_cannot_be():
+    stream = synthetic_stream("mamba2", **SHORT)
+    for options, says in (
+        ({"turn": 0}, "turn 0"),
+        ({"chunk": -1}, "chunk -1"),
+        ({"turn": 4, "chunk": 4}, "not both"),
+    ):
+        with pytest.raises(InputError, match=says):
+            run_drift(stream, ["fp32@1"], **options)
 
 
 def test_points_may_name_a_stream_in_blocks():
