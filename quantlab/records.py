@@ -337,7 +337,7 @@ def save_stream_file(
 ) -> str:
     """Write a decode stream as safetensors, all or nothing; returns the content hash.
 
-    ``arrays``: q, k (T, B, G, K), v (T, B, H, V), log_decay (T, B, H) or (T, B, H, V), beta (T, B, H),
+    ``arrays``: q, k (T, B, G, K), v (T, B, H, V), log_decay (T, B, H), (T, B, H, V) or (T, B, H, K), beta (T, B, H),
     initial (B, H, V, K), rates (H, V, K); other names are free.  ``meta`` must name the "family".  Raises
     InputError as :func:`load_stream_file` does.
     """
@@ -479,7 +479,11 @@ def _check_stream(arrays: Mapping[str, np.ndarray], source: str) -> None:
             raise InputError("stream file", source, f"real numbers, but {name} is {array.dtype}")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise InputError("stream file", source, f"finite numbers, but {name} holds NaN or Inf")
-        letters = "TBHV" if name == "log_decay" and array.ndim == 4 else axes.get(name, "")
+        letters = axes.get(name, "")
+        if (
+            name == "log_decay" and array.ndim == 4
+        ):  # one a key channel (kimi_delta) or a value channel (mamba1)
+            letters += "K" if array.shape[-1] == sizes.get("K", (0, ""))[0] else "V"
         if letters and array.ndim != len(letters):
             raise InputError(
                 "stream file", source, f"{name} of shape ({', '.join(letters)}), not {array.shape}"
