@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from quantlab import __version__
+from quantlab import __version__, cli_drift
 from quantlab.cli_formats import formats_app
 from quantlab.cli_size import EPILOG as SIZE_EPILOG
 from quantlab.cli_size import size
 from quantlab.errors import InputError
-from quantlab.terminal import print_json, print_table, progress, text_of
+from quantlab.terminal import print_json, print_table, text_of
 
 app = typer.Typer(
     name="quantlab",
@@ -107,103 +107,7 @@ def report(
     typer.echo(write_report(folder, output))
 
 
-@app.command(epilog=_example("drift --family gated_delta --alpha 0.99 -p fp32/nvfp4@16 -p nvfp4@1"))
-def drift(
-    context: typer.Context,
-    policy: Policies = None,
-    family: Family = "gated_delta",
-    alpha: Annotated[
-        float | None,
-        typer.Option(help="Decay per step of every head (preset evidence); default: realistic heads."),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Decoded tokens.", min=1)] = 1024,
-    heads: Annotated[int, typer.Option(help="Heads of the layer.", min=1)] = 8,
-    sequences: Annotated[int, typer.Option(help="Independent sequences.", min=1)] = 2,
-    seed: Annotated[
-        int, typer.Option(help="Of the stream and of stochastic rounding.", min=0, max=2**63 - 1)
-    ] = 0,
-    preset: Annotated[str | None, typer.Option(help="evidence or realistic.")] = None,
-    beta: Annotated[
-        float | None, typer.Option(help="Constant write strength (gated_delta, preset evidence).")
-    ] = None,
-    value_dim: Annotated[int | None, typer.Option(help="Value dim of a head.", min=1)] = None,
-    key_dim: Annotated[int | None, typer.Option(help="Key dim of a head.", min=1)] = None,
-    stream: Annotated[Path | None, typer.Option(help="A stream file instead of a made stream.")] = None,
-    save_stream: Annotated[Path | None, typer.Option(help="Also write the stream to this file.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Measure the error of policies per decoded token, on one stream, beside a float64 shadow."""
-    from quantlab import drift as drifts
-    from quantlab.schemes import check_policy_fits, parse_policy
-
-    _fix_threads()
-    policies = [parse_policy(text) for text in policy or ["fp32@1"]]
-    if stream is not None:
-        made_only = "family alpha steps heads sequences preset beta value_dim key_dim".split()
-        for name in made_only:
-            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
-                raise InputError(name, context.params[name], "nothing, as the stream file decides it")
-        made = drifts.load_stream(stream)
-    else:
-        made = drifts.synthetic_stream(
-            family,
-            preset=preset,
-            heads=heads,
-            steps=steps,
-            alpha=alpha,
-            seed=seed,
-            sequences=sequences,
-            value_dim=value_dim,
-            key_dim=key_dim,
-            beta=beta,
-        )
-    for parsed in policies:
-        check_policy_fits(parsed, made.family)
-    if save_stream is not None:
-        drifts.save_stream(made, save_stream)
-    with progress(f"{made.steps} steps", made.steps) as advance:
-        result = drifts.run_drift(made, policies, seed=seed, on_step=advance)
-    rows = []
-    for run in result.runs:
-        metrics = result.metrics(run)
-        chosen = {"policy": str(run.policy), "status": run.status}
-        rows.append(chosen | {key: metrics[key] for key in _DRIFT_KEYS})
-    if as_json:
-        print_json(rows)
-        return
-    title = (
-        f"{made.family}, {made.steps} steps, {made.heads} heads x {made.batch}, stream {result.stream_hash}"
-    )
-    print_table(title, rows, list(_DRIFT_COLUMNS), _DRIFT_COLUMNS)
-    for row in rows:
-        for key in ("warning", "prediction_note"):
-            if row[key]:
-                typer.echo(f"{row['policy']}: {row[key]}")
-
-
-_DRIFT_COLUMNS = {
-    "policy": "policy",
-    "status": "status",
-    "state_error": "state error",
-    "read_error": "read error",
-    "output_error": "output error",
-    "predicted_output_error": "predicted",
-    "growth_exponent": "growth",
-    "growth_ci": "95 % interval",
-    "exercised": "exercised",
-    "bits_per_value": "bits/value",
-    "bytes_per_token": "bytes/token",
-}
-_DRIFT_KEYS = (
-    *(key for key in _DRIFT_COLUMNS if key not in ("policy", "status")),
-    "predicted_state_error",
-    "output_bias",
-    "diverged_at",
-    "effective_policy",
-    "stream_hash",
-    "warning",
-    "prediction_note",
-)
+app.command(epilog=cli_drift.EPILOG)(cli_drift.drift)
 
 
 @app.command(
