@@ -190,7 +190,7 @@ def run_drift(
     rates = None if stream.rates is None else stream.rates.double()
     shadow = stream.initial.double()
     units = stream.batch * stream.heads
-    statistics = ShadowStatistics(stream)
+    statistics = ShadowStatistics(stream, [tracker.policy for tracker in trackers])
     middle = shadow
     with torch.inference_mode():
         for t in range(stream.steps):
