@@ -38,8 +38,8 @@ from quantlab.schemes.ledger import uses_raw
 
 # In powers of FLOAT32_NOISE: a fold multiplies and adds once.  Before that a window of L records is summed: a partial
 # sum of i records has power i / L of the sum, so the L - 1 additions make (L - 1) / 2 of the window's share.  A read
-# sums key_dim products: two accumulators of key_dim / 2 additions each make key_dim / 4, and the products 1 more; then it
-# sums the records like a fold.
+# sums key_dim products: two accumulators of key_dim / 2 additions each make key_dim / 4, and the products 1 more; then
+# it sums the records like a fold.
 FOLD_OPERATIONS = 2.0
 # The rounding of a decay to float32 matters beside nothing but errors of that size.
 SMALLEST_STORE_NOISE = 1e-4
@@ -284,7 +284,8 @@ class ErrorBalance:
         if isinstance(error, np.ndarray):
             self._scale(error, self.state)
         self.first, self.second = token.moved(self.first), token.moved(self.second)
-        self.kept = token.moved(self.kept)
+        # By channel the erase would bring power of slow channels to fast ones, which is not the stored state's.
+        self.kept = token.moved(self.kept) if token.key is None else self.kept * token.decay
         if not self.float32_decay:
             return
         if self.per_token:
@@ -295,14 +296,14 @@ class ErrorBalance:
             error = float32_decay_error(np.asarray(self.log_sum))
             self._scale(error, self.kept)
 
-    def _scale(self, error: NDArray, power: NDArray) -> None:
+    def _scale(self, error: NDArray, power: Power) -> None:
         """All that is left of a state, with this power, is off by one more relative error."""
         self.second = self.second + 2 * error * self.first + error**2 * power
         self.first = self.first + error * power
 
     @staticmethod
-    def _power(power: Power) -> Power:
-        return power if isinstance(power, float) else power.reshape(len(power), -1).sum(1)
+    def _power(power: Power) -> NDArray:
+        return power.reshape(len(power), -1).sum(1) if isinstance(power, np.ndarray) else np.asarray(power)
 
 
 def float32_decay_error(log_decay: NDArray) -> NDArray:
@@ -312,8 +313,8 @@ def float32_decay_error(log_decay: NDArray) -> NDArray:
     """
     found = torch.exp(torch.from_numpy(log_decay.astype(np.float32))).double().numpy()
     exact = np.exp(log_decay)
-    # A decay that underflows even in float64 leaves nothing of the state for its error to lie on.
-    return np.divide(found, exact, out=np.ones_like(exact), where=exact > 0) - 1
+    # A decay below float32's normal numbers leaves nothing of the state for its error to lie on.
+    return np.divide(found, exact, out=np.ones_like(exact), where=exact > 2.0**-126) - 1
 
 
 def _spreader(format: Format, axes: int):

@@ -369,7 +369,7 @@ def _cycle(balance: ErrorBalance, token: Token, start: NDArray) -> tuple[NDArray
     balance.exact, balance.held, balance.first, balance.second = start
     balance.state = token.state
     balance.begin_window(token.state)
-    state = output = 0.0
+    state = output = np.zeros(start.shape[1])
     for _ in range(balance.period):
         found = balance.step(token)
         state, output = state + found[0], output + found[1]
