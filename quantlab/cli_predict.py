@@ -56,9 +56,7 @@ def predict(
     ] = 0.0,
     as_json: Annotated[
         bool,
-        typer.Option(
-            "--json", help="JSON lines instead of a table: one a policy and head, with --alpha one a policy."
-        ),
+        typer.Option("--json", help="One JSON object a line instead of a table."),
     ] = False,
 ) -> None:
     """Predict errors and risks of a long run in closed form; no policy is run."""
