@@ -318,6 +318,9 @@ def steady_errors(policy: "str | Policy", heads: HeadStatistics) -> SteadyErrors
     policy = parse_policy(policy)
     recurrence = get_recurrence(heads.family)
     noise = _noise(policy, heads)
+    # A state beyond the format's range has no finite rounding: its errors are infinite, whatever else holds.
+    beyond = ~np.isfinite(sum(noise.values()))
+    noise = {part: np.where(beyond, 0.0, eps) for part, eps in noise.items()}
     axes = heads.decay.ndim - 1
     token = _steady_token(heads, axes)
     balance = ErrorBalance(policy, recurrence, noise, heads.key_dim, axes)
@@ -345,13 +348,15 @@ def steady_errors(policy: "str | Policy", heads: HeadStatistics) -> SteadyErrors
     eps = noise["checkpoint"]
     growth = eigenvalues.reshape(heads.heads, -1).max(1)
     total = power.reshape(heads.heads, -1).sum(1)
+    growth = np.where(beyond, np.inf, growth)
+    eps = np.where(beyond, np.inf, eps)
     lost = (growth >= 1) & (eps > 0)
     forgets = 1 - (1 - heads.forgetting) ** balance.period
     slowest = forgets.reshape(heads.heads, -1).min(1)
     feedback = bool(policy.checkpoint.error_feedback) or not balance.rounds_folds
     margin = np.full_like(slowest, np.inf)
     if not feedback:
-        margin = np.divide(slowest, eps**2, out=margin, where=eps > 0)
+        margin = np.where(beyond, 0.0, np.divide(slowest, eps**2, out=margin, where=eps > 0))
     relative = [np.sqrt(np.maximum(state / total, 0)), np.sqrt(np.maximum(output / token.output, 0))]
     state_error, output_error = (np.where(lost, np.inf, r) for r in relative)
     return SteadyErrors(state_error, output_error, growth, margin, eps)

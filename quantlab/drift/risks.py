@@ -81,7 +81,8 @@ def head_risks(policy: "str | Policy", heads: HeadStatistics) -> HeadRisks:
     divergence = np.full(heads.heads, np.inf)
     if rounds:
         error = np.where(np.isfinite(errors.state), errors.state, 1.0)
-        divergence = divergence_tokens(heads, slowest, errors.noise, error, cycle)
+        noise = np.where(np.isfinite(errors.noise), errors.noise, 1.0)
+        divergence = divergence_tokens(heads, slowest, noise, error, cycle)
     half = half_stationary_tokens(heads)
     finite = np.where(np.isfinite(divergence), divergence, 0.0)
     # One store is read back from token cycle + 1 on, a second one from token 2 cycle + 1 on.
@@ -146,7 +147,8 @@ def expected_largest(heads: HeadStatistics, tokens: int = HEADROOM_TOKENS) -> ND
     """Largest magnitude of an element: (heads,).  The one that was seen, or that of as many Gaussians.
 
     A Gaussian of rms s reaches s sqrt(2 ln n) in n independent values; the state of a head is new once it has
-    forgotten, so n = elements of the largest channel x (1 + tokens (1 - rho)).
+    forgotten, so n = elements x (1 + tokens (1 - rho)).  One write, the product of two Gaussians with the share
+    1 - rho of the power, has the heavier tail exp(-t) and reaches ln n; the squares of the two are added.
     """
     if heads.largest is not None:
         return heads.largest
@@ -154,7 +156,8 @@ def expected_largest(heads: HeadStatistics, tokens: int = HEADROOM_TOKENS) -> ND
     elements = heads.value_dim * heads.key_dim / channels
     power = heads.state / elements
     independent = heads.value_dim * heads.key_dim * (1 + tokens * heads.forgetting)
-    return np.sqrt((power * 2 * np.log(independent)).max(heads.channel_axes))
+    logs = np.log(independent)
+    return np.sqrt((power * (2 * logs + heads.forgetting * logs**2)).max(heads.channel_axes))
 
 
 def largest_number(format: Format) -> float:
