@@ -5,12 +5,13 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from quantlab import __version__, cli_drift
 from quantlab.cli_formats import formats_app
+from quantlab.cli_predict import predict
 from quantlab.cli_size import EPILOG as SIZE_EPILOG
 from quantlab.cli_size import size
 from quantlab.errors import InputError
@@ -168,32 +169,7 @@ def evaluate(
     typer.echo(f"lm-eval results: {output}")
 
 
-@app.command(epilog=_example("predict fp32/nvfp4@16 nvfp4@1 --alpha 0.999"))
-def predict(
-    policies: Annotated[list[str], typer.Argument(help="Policy texts.", metavar="POLICY...")],
-    family: Family = "gated_delta",
-    alpha: Annotated[list[float] | None, typer.Option(help="Decay per step; repeat for several.")] = None,
-    key_dim: Annotated[int, typer.Option(help="Key dim of a head.", min=1)] = 128,
-    as_json: Json = False,
-) -> None:
-    """Predict the output error of a long run in closed form; no stream is run."""
-    from quantlab.drift import steady_output_error
-    from quantlab.schemes import check_policy_fits, parse_policy
-
-    alphas = alpha or [0.9, 0.99, 0.999]
-    for value in alphas:
-        if not 0 < value < 1:
-            raise InputError("alpha", value, "a decay per step in (0, 1)")
-    rows = []
-    for parsed in map(parse_policy, policies):
-        check_policy_fits(parsed, family)
-        row: dict[str, Any] = {"policy": str(parsed)}
-        rows.append(row | {f"alpha {a:g}": steady_output_error(parsed, family, a, key_dim) for a in alphas})
-    if as_json:
-        print_json(rows)
-        return
-    print_table(f"Predicted relative output error, {family}, steady state", rows, list(rows[0]))
-    typer.echo("inf: rounding noise outgrows the decay and the state diverges.")
+app.command(epilog=_example("predict fp32/nvfp4@16 nvfp4@1 --alpha 0.999"))(predict)
 
 
 @app.command(epilog=_example("explain fp16+sr/nvfp4@16 --family gated_delta"))

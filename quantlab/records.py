@@ -49,7 +49,7 @@ MINIMUM_FREE_BYTES = 16 * 2**20
 # records of two versions are never put into one report.
 PROTOCOLS: dict[str, dict[str, Any]] = {
     "drift": {
-        "version": 1,
+        "version": 2,
         "reference": "float64 shadow from the unrounded prefill state on the stored stream",
         "pooling": "sqrt(sum |e|^2 / sum |ref|^2), steps and heads jointly, second half of the run",
         "growth": "slope of log RMS over log-spaced bins in [T/8, T], bootstrap over heads x sequences",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quantlab.drift.measure import RunningShadow, parse_policies
-from quantlab.drift.predictor import predict_curve, state_noise
+from quantlab.drift.predictor import predict_blocks, state_noise
 from quantlab.drift.series import StatisticsFile, series_file
 from quantlab.drift.sources import StreamSource, as_source
 from quantlab.drift.streams import Stream
@@ -147,7 +147,8 @@ def _run_share(share: _Share, on_step: OnStep | None) -> _Found:
     schedule = share.schedule
     trackers = [Tracker(policy, source, share.seed, share.dense, schedule) for policy in share.policies]
     folder = next((path.parent for path in share.series.values()), None)
-    statistics, shadow = StatisticsFile(source.steps, folder), RunningShadow(source)
+    statistics = StatisticsFile(source.steps, folder)
+    shadow = RunningShadow(source, share.policies if schedule.predicted else [])
     with contextlib.ExitStack() as files:
         writers = {
             policy: files.enter_context(series_file(path, source.heads))
@@ -157,13 +158,18 @@ def _run_share(share: _Share, on_step: OnStep | None) -> _Found:
             exact = block.statistics
             statistics.add(block.first, exact)
             for tracker in trackers:
+                if exact.curves is not None and tracker.policy in exact.curves:
+                    predicted = exact.curves[tracker.policy]
+                    tracker.add_prediction(block.first, predicted, exact.output, exact.state)
                 if tracker.policy in writers:
                     writers[tracker.policy].add(block.first, tracker.errors, exact.output, exact.state)
         whole = statistics.whole()
-        for tracker in trackers if schedule.predicted else ():
+        # With channels that decay by themselves the prediction ran beside the shadow, block by block.
+        for tracker in trackers if schedule.predicted and shadow.balances is None else ():
             noise = state_noise(tracker.policy, shadow.middle)
-            predicted = predict_curve(tracker.policy, source.family, whole, noise)
-            tracker.sums.add_prediction(1, predicted.output, predicted.state, whole.output, whole.state)
+            for first, predicted in predict_blocks(tracker.policy, source.family, whole, noise):
+                steps = slice(first - 1, first - 1 + len(predicted.output))
+                tracker.add_prediction(first, predicted, whole.output[steps], whole.state[steps])
     seconds = (time.process_time() - started) / len(trackers)
     return _Found(source.hash, [tracker.summary() for tracker in trackers], seconds)
 

@@ -1,6 +1,6 @@
 """Run policies over a stream beside a float64 shadow, and measure every step."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from quantlab.drift.predictor import Prediction, StreamStatistics, predict_curve
 from quantlab.drift.series import step_columns
 from quantlab.drift.shadow import ExactState
 from quantlab.drift.sources import BLOCK, StreamSource, as_source
-from quantlab.drift.statistics import ShadowStatistics
+from quantlab.drift.statistics import ShadowStatistics, channel_balances
 from quantlab.drift.streams import Stream
 from quantlab.drift.summary import PolicySummary
 from quantlab.drift.sums import StepErrors
@@ -112,7 +112,7 @@ def run_drift(
     trackers = [Tracker(policy, source, seed, dense, schedule) for policy in parse_policies(policies)]
     kept: list[list[StepErrors]] = [[] for _ in trackers]
     statistics: list[StreamStatistics] = []
-    shadow = RunningShadow(source)
+    shadow = RunningShadow(source, [tracker.policy for tracker in trackers])
     for block in shadow.run(trackers, on_step, schedule.block):
         statistics.append(block.statistics)
         for errors, tracker in zip(kept, trackers, strict=True):
@@ -125,7 +125,7 @@ def run_drift(
         if not schedule.predicted:
             nothing = np.full_like(whole.output, np.nan)
             prediction = Prediction(nothing, nothing)
-        tracker.sums.add_prediction(1, prediction.output, prediction.state, whole.output, whole.state)
+        tracker.add_prediction(1, prediction, whole.output, whole.state)
         run = PolicyRun(
             **vars(tracker.summary()),
             output_error=np.concatenate([e.output for e in errors]),
@@ -166,11 +166,15 @@ class MeasuredBlock:
 
 
 class RunningShadow:
-    """The exact run of a source: ``middle`` is its state in the middle of the run, once that is reached."""
+    """The exact run of a source: ``middle`` is its state in the middle of the run, once that is reached.
 
-    def __init__(self, source: StreamSource):
-        self.source = source
+    policies: whose errors will be predicted.
+    """
+
+    def __init__(self, source: StreamSource, policies: Sequence[Policy] = ()):
+        self.source, self.policies = source, policies
         self.exact = ExactState(source.family, source.initial, source.rates)
+        self.balances = channel_balances(source, policies)
         self.middle = self.exact.state.clone()
 
     def run(
@@ -183,7 +187,7 @@ class RunningShadow:
         number = 0
         for stream in self.source.blocks(length):
             with torch.inference_mode():
-                first, statistics = number + 1, ShadowStatistics(stream)
+                first, statistics = number + 1, ShadowStatistics(stream, self.policies, self.balances)
                 for tracker in trackers:
                     tracker.begin(stream.steps)
                 for row in range(stream.steps):
@@ -213,5 +217,13 @@ def joined(blocks: Sequence[StreamStatistics]) -> StreamStatistics:
         per_step = isinstance(values[0], np.ndarray) and values[0].ndim == 2
         return np.concatenate(values) if per_step else values[0]
 
-    fields: Mapping[str, Any] = {name: whole(name) for name in first}
+    fields: dict[str, Any] = {name: whole(name) for name in first}
+    if fields["curves"] is not None:
+        fields["curves"] = {
+            policy: Prediction(
+                np.concatenate([block.curves[policy].state for block in blocks if block.curves]),
+                np.concatenate([block.curves[policy].output for block in blocks if block.curves]),
+            )
+            for policy in fields["curves"]
+        }
     return StreamStatistics(**fields)

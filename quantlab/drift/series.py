@@ -107,7 +107,8 @@ class StatisticsFile:
         values = vars(block)
         if self._arrays is None:
             self._names = [name for name, value in values.items() if np.ndim(value) == 2]
-            self._fixed = {name: value for name, value in values.items() if name not in self._names}
+            left = {name: value for name, value in values.items() if name not in self._names}
+            self._fixed = left | {"curves": None}  # finished predictions are used block by block
             with tempfile.TemporaryFile(dir=self.folder) as file:
                 shape = (len(self._names), self.steps, block.output.shape[1])
                 # A write to a mapped page that the disk has no room for would kill the process.

@@ -105,7 +105,7 @@ def _prediction_note(policy: Policy, error: float, predicted: float, bias: float
     if policy.checkpoint.name == "fp64":
         return "no prediction: the shadow is float64 too"
     if np.isnan(predicted):
-        return "no prediction: the decay differs within a head, or the run has turns or chunks"
+        return "no prediction: the run has turns or chunks, or the predicted error is beyond all numbers"
     if not np.isfinite(error):
         return "no prediction to compare with: the error is not finite, or not measured, in the second half"
     return "no prediction: not finite, or zero"

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from quantlab.drift.growth import log_bins
+from quantlab.drift.predictor import Prediction
 from quantlab.drift.sources import BLOCK, StreamSource
 from quantlab.drift.summary import PolicySummary
 from quantlab.drift.sums import CURVE_BINS, RunSums, StepErrors
@@ -87,7 +88,7 @@ class Tracker:
         """Step ``number`` (counted from 1), row ``row`` of the block; output, shadow: the exact ones after it."""
         if self.diverged_at is not None:
             return
-        self._measure |= number % self._stride == 0 or number in self._spaced
+        self._measure |= self._measures(number)
         self._waiting.append(inputs)
         self._exact.append(output)
         whole = len(self._waiting) == (self.schedule.chunk or 1) or row == len(self.errors.output) - 1
@@ -125,6 +126,17 @@ class Tracker:
     def end(self, first: int, output: NDArray, state: NDArray) -> None:
         """Sum the block that began at step ``first``; output, state: squared norms of the exact ones."""
         self.sums.add(first, self.errors, output, state)
+
+    def add_prediction(self, first: int, predicted: Prediction, output: NDArray, state: NDArray) -> None:
+        """Sum the closed form on the steps from ``first`` on, that of the state where the state is measured too."""
+        numbers = range(first, first + len(output))
+        measured = np.asarray([self._measures(number) for number in numbers], dtype=bool)
+        of_state = np.where(measured[:, None], predicted.state, np.nan)
+        self.sums.add_prediction(first, predicted.output, of_state, output, state)
+
+    def _measures(self, number: int) -> bool:
+        """Whether the state's own error is measured at this step."""
+        return number % self._stride == 0 or number in self._spaced
 
     def summary(self) -> PolicySummary:
         """What the run came to, once the last block has ended."""

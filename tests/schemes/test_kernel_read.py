@@ -22,7 +22,9 @@ def test_the_op_is_the_read_of_the_state(value_dim, flush):
         if t in (3, 6):
             row = torch.tensor([t // 3])
             state.reset(row, s.initial[row])
-        read = dual_read(**dual_read_arguments(state, s.step(t)))  # before the step: it moves the window's memory
+        read = dual_read(
+            **dual_read_arguments(state, s.step(t))
+        )  # before the step: it moves the window's memory
         cursors.add(tuple(state.cursor.tolist()))
         output = state.step(s.step(t))
         # The same sums of at most 64 + 8 + 1 float32 products in another order, against the larger of the terms.
