@@ -347,6 +347,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_steps():
     def peak(steps):
         done = subprocess.run(
