@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantlab.cli_attribute import attribute_policies, check_alone
 from quantlab.errors import InputError
 from quantlab.terminal import print_json, print_table, progress
 
@@ -103,6 +104,15 @@ def drift(
     workers: Annotated[
         int | None, typer.Option(help="Worker processes with --output (default: all cores).", min=1)
     ] = None,
+    attribute: Annotated[
+        bool, typer.Option("--attribute", help="The parts of each policy one at a time, and their shares.")
+    ] = False,
+    suspect: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --attribute: a site (beta, k.fp16), store=bf16, dot=tf32, dt_clamp=0.1 ...; repeat."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line instead of a table.")
     ] = False,
@@ -128,6 +138,10 @@ def drift(
         raise InputError("workers", workers, "--output, without which there is one process")
     if output is not None and save_stream is not None:
         raise InputError("save_stream", str(save_stream), "no --output, with which no stream is in memory")
+    if attribute:
+        check_alone({"output": output, "turn": turn, "chunk": chunk})
+    elif suspect:
+        raise InputError("suspect", suspect[0], "--attribute")
     settings = {"seed": seed, "turn": turn, "chunk": chunk}
     options: dict[str, Any] = {
         "preset": preset,
@@ -159,6 +173,9 @@ def drift(
             check_policy_fits(parsed, source.family)
         if save_stream is not None:
             drifts.save_stream(source, save_stream)
+        if attribute:
+            attribute_policies(source, policies, suspect, seed, as_json=as_json)
+            return
         rows, digest = _run_in_memory(source, policies, settings)
     if as_json:
         print_json(rows)

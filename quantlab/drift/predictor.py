@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from quantlab.drift.balance import ErrorBalance, Token
 from quantlab.drift.rounding_noise import gaussian_noise, rounding_noise, state_noise
-from quantlab.recurrences import get_recurrence
+from quantlab.recurrences import DecayAxis, get_recurrence
 from quantlab.schemes import Policy
 
 BAND = 1.4
@@ -105,9 +105,9 @@ def predict_blocks(
     """``predict_curve`` in blocks of ``length`` steps: (first step, counted from 1, and its block)."""
     steps, units = stats.state.shape
     finished = None if stats.curves is None else stats.curves.get(policy)
-    balance = None
-    if policy.checkpoint.name != "fp64" and stats.curves is None:
-        balance = ErrorBalance(policy, get_recurrence(family), noise, stats.key_dim)
+    balance, recurrence = None, get_recurrence(family)
+    if policy.checkpoint.name != "fp64" and recurrence.axis is DecayAxis.HEAD:
+        balance = ErrorBalance(policy, recurrence, noise, stats.key_dim)
         with np.errstate(over="ignore", invalid="ignore"):
             balance.hand_off(stats.start[:, None])
     for first in range(0, steps, length):

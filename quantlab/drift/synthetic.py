@@ -106,8 +106,14 @@ def synthetic_stream(
     state = recipe.sequences * recipe.heads * recipe.value_dim * recipe.key_dim
     check_memory("stream", _counts(recipe), recipe.steps * recipe.sequences * token + state)
     generator = torch.Generator().manual_seed(recipe.seed)
-    make = {"evidence": _evidence, "realistic": _realistic, "near": _near}[recipe.preset]
-    return Stream(family=family, meta=recipe.meta, **make(recipe, generator))
+    layer: dict[str, Tensor] = {}
+    if recipe.preset == "realistic":
+        arrays = _realistic(recipe, generator, layer)
+    else:
+        arrays = {"evidence": _evidence, "near": _near}[recipe.preset](recipe, generator)
+    # Mamba-2 keeps decay rate x step size; with the rates the step sizes can be had back.
+    known = {"decay_rates": layer["rate"].tolist()} if family == "mamba2" and layer else {}
+    return Stream(family=family, meta=recipe.meta | known, **arrays)
 
 
 def make_recipe(
@@ -264,9 +270,9 @@ def _near_tokens(r: Recipe, generator: torch.Generator, steps: int, state: _Sett
     return arrays
 
 
-def _realistic(r: Recipe, generator: torch.Generator) -> dict[str, Tensor]:
+def _realistic(r: Recipe, generator: torch.Generator, layer: dict[str, Tensor]) -> dict[str, Tensor]:
     recurrence = get_recurrence(r.family)
-    arrays, near, sink = _realistic_draws(r, generator, PREFILL_STEPS + r.steps, {})
+    arrays, near, sink = _realistic_draws(r, generator, PREFILL_STEPS + r.steps, layer)
     fresh = arrays["v"]
     rates = arrays.pop("rates", None)
     # From here on the stored float32 values are the stream; the prefill state is theirs, in float64.
@@ -326,6 +332,7 @@ def _realistic_draws(
     scale = once("scale", lambda: torch.exp(normal(r.heads, r.value_dim)))
     mean_gate = layer.get("mean_gate", gate.mean(dim=(0, 1, 3) if channels else (0, 1)))
     rate = torch.log1p(-forget) / mean_gate
+    layer["rate"] = rate
     fresh = scale * normal(*lead, r.heads, r.value_dim)
     keys = F.silu(normal(*lead, r.key_heads, r.key_dim))
     queries = F.silu(normal(*lead, r.key_heads, r.key_dim))
