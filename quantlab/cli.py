@@ -5,7 +5,7 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,9 @@ from quantlab.cli_size import EPILOG as SIZE_EPILOG
 from quantlab.cli_size import size
 from quantlab.errors import InputError
 from quantlab.terminal import print_json, print_table, text_of
+
+if TYPE_CHECKING:
+    from quantlab.schemes import Policy
 
 app = typer.Typer(
     name="quantlab",
@@ -50,7 +53,7 @@ Policies = Annotated[
 Quick = Annotated[bool, typer.Option("--quick", help="A cut-down study that ends within half a minute.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder for records and report.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")]
-Family = Annotated[str, typer.Option("--family", help="gated_delta, mamba2 or mamba1.")]
+Family = Annotated[str, typer.Option("--family", help="gated_delta, kimi_delta, mamba2 or mamba1.")]
 
 
 def _example(text: str) -> str:
@@ -205,9 +208,10 @@ def explain(
         "policy": str(parsed),
         "layer": f"{family}, {heads} heads of {value_dim} x {key_dim}, {state.shape.key_heads} key heads; one sequence",
         "in_force": state.effective_policy,
-        "checkpoint": f"{parsed.checkpoint.text}: drives the recurrence, stored every {parsed.window} token(s)",
+        "checkpoint": f"{parsed.checkpoint.text}: drives the recurrence, {_when_stored(parsed)}",
         "read_copy": f"{parsed.read_copy.text}: serves reads" if parsed.read_copy else "none",
-        "window": f"{parsed.window - 1} buffered record(s), then a flush" if parsed.window > 1 else "none",
+        "window": _window(parsed),
+        "rounds_on_the_way": _roundings(parsed),
         "kernel": str(choose(op, device)) if op else "none yet: torch serves every step",
         "bits_per_value": ledger.bits_per_value,
         "bytes_held": ledger.held,
@@ -227,6 +231,38 @@ def explain(
 
 
 app.command(epilog=SIZE_EPILOG)(size)
+
+
+def _when_stored(policy: "Policy") -> str:
+    schedule, window = policy.options.schedule, policy.window
+    if schedule == "step":
+        return "rounded after every token, by a replay of the window"
+    if schedule in ("chunk", "turn"):
+        ends = "prefill chunks and at explicit flushes" if schedule == "chunk" else "turns (explicit flushes)"
+        return f"FP32 while decoding, rounded at the end of {ends}"
+    every = window - 1 if policy.options.flush == "early" else window
+    return "stored after every token" if every == 1 else f"stored every {every} tokens"
+
+
+def _window(policy: "Policy") -> str:
+    if policy.window == 1:
+        return "none"
+    held = f"up to {policy.window - 1} records in {policy.options.buffer}"
+    if policy.options.flush == "early":
+        return f"{held}; folded, without the tokens of a forward, before one that finds no room for two of its size"
+    return f"{held}; the token that fills the window is folded with them"
+
+
+def _roundings(policy: "Policy") -> str:
+    from quantlab.schemes.sites import SITES, parse_sites
+
+    options = policy.options
+    found = [f"{name} in {fmt.text}: {SITES[name]}" for name, fmt in parse_sites(options.sites).items()]
+    if options.dot != "ieee":
+        found.append(f"operands of the fold's product in {options.dot}")
+    if options.current == "buffer":
+        found.append("the current token, as the buffer will hold it")
+    return "; ".join(found) or "nothing"
 
 
 def _fix_threads() -> None:

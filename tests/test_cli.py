@@ -99,7 +99,7 @@ def test_explain_and_predict_and_formats():
         ("predict fp32@1 --family mamba2 --alpha 0.9 --beta 0.5", ["beta", "no beta with mamba2"]),
         ("predict fp32@1 --config nowhere", ["config", "config.json"]),
         ("predict fp32@1 --config nowhere --alpha 0.9", ["alpha", "the config decides it"]),
-        ("explain fp32@16:dot=tf32", ["dot=tf32 is not built yet"]),
+        ("explain fp32@16:dot=tf64", ["dot as one of ieee, tf32"]),
         ("explain fp32@1 --heads 4 --key-heads 3", ["key_heads", "3"]),
         ("study nowhere", ["study", "'nowhere'"]),
         (f"study {ROOT / 'experiments' / 'typeseg' / 'run.py'}", ["spec", "valid TOML"]),
