@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from quantlab import __version__
+from quantlab.cli_claims import claims_app
 from quantlab.cli_formats import formats_app
 from quantlab.errors import InputError
 from quantlab.terminal import print_json, print_table, progress, text_of
@@ -37,6 +38,7 @@ def quantlab(
 
 
 app.add_typer(formats_app, name="formats")
+app.add_typer(claims_app, name="claims")
 
 Policies = Annotated[
     list[str] | None,
