@@ -77,8 +77,12 @@ def evidence(
         for line in textwrap.wrap(f"{case.name}  {case.gist}", WIDTH, subsequent_indent="     "):
             typer.echo(line)
     columns = ["case", "figure", "expected", "measured", "tolerance", "verdict"]
-    names = {"tolerance": "may differ"}
-    print_table("Public figures, measured again", rows, columns, names, right=("expected",))
+    names = {"tolerance": "within"}
+    shown = [
+        row | {"measured": _short(row["measured"]), "tolerance": _short(row["tolerance"])} for row in rows
+    ]
+    right = ("expected", "measured", "tolerance")
+    print_table("Public figures, measured again", shown, columns, names, right)
     # One explanation for the figures that share it.
     remarks: dict[tuple[object, object], list[str]] = {}
     for row in rows:
@@ -95,3 +99,8 @@ def evidence(
     }
     typer.echo()
     typer.echo(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+
+
+def _short(value: object) -> str | None:
+    """Three digits in at most eight places."""
+    return None if value is None else f"{float(str(value)):.3g}"

@@ -15,10 +15,13 @@ from quantlab.schemes.buffer import WindowBuffer
 
 FAST = ("B5", "B7", "B11", "B15")
 
+INT8_CLOSED = ((0.9, 1), (0.99, 1), (0.999, 1), (0.999, 16), (0.999, 32))
 DISAGREE = {
     "B1": {"thread alpha 0.9 RN", "thread alpha 0.9 SR", "thread alpha 0.9 EF"},
     "B2": {"slope a chunk, no EF"},
+    "B10": {"alpha 0.99 bf16", "FP32 ring"},
     "B12": {"every token, alpha 0.99"},
+    "B18": {"eps int8", *(f"formula int8@{window} alpha {alpha}" for alpha, window in INT8_CLOSED)},
 }
 """Figures that we do not reproduce, each with the reason beside it in its case."""
 
@@ -46,8 +49,8 @@ def test_there_are_eighteen_cases_with_figures_of_their_own():
 def test_the_table_fits_a_hundred_columns():
     longest = max(len(figure.name) for case in CASES.values() for figure in case.figures)
     expected = max(len(figure.expected) for case in CASES.values() for figure in case.figures)
-    # case 4, measured 9, may differ 10, verdict 14; a cell has two spaces and a border.
-    assert 4 + longest + expected + 9 + 10 + 14 + 6 * 3 + 1 <= 100
+    # case 4, measured 8, tolerance 8, verdict 14; a cell has two spaces and a border.
+    assert 4 + longest + expected + 8 + 8 + 14 + 6 * 3 + 1 <= 100
 
 
 def test_a_figure_may_differ_by_its_last_digit_and_by_sampling():

@@ -41,8 +41,8 @@ def _b3(full: bool) -> dict[str, Measured]:
         law = growth(run.output_error, result.output_reference)
         assert law.low is not None
         assert law.high is not None
-        found[f"alpha {name}, growth exponent, upper end"] = Measured(law.high)
-        found[f"alpha {name}, growth exponent, lower end"] = Measured(law.low)
+        found[f"alpha {name}, exponent at most"] = Measured(law.high)
+        found[f"alpha {name}, exponent at least"] = Measured(law.low)
     return found
 
 
@@ -68,8 +68,8 @@ B3 = Case(
             for figure in (
                 Figure(f"alpha {name}, step 16", low),
                 Figure(f"alpha {name}, step 4096", high),
-                Figure(f"alpha {name}, growth exponent, upper end", "<= 0.05", why=FLAT),
-                Figure(f"alpha {name}, growth exponent, lower end", ">= -0.05", why=FLAT),
+                Figure(f"alpha {name}, exponent at most", "<= 0.05", why=FLAT),
+                Figure(f"alpha {name}, exponent at least", ">= -0.05", why=FLAT),
             )
         ),
     ),
@@ -275,27 +275,38 @@ def _b10(full: bool) -> dict[str, Measured]:
     found = {}
     for alpha in (0.99, 0.999):
         policies = [f"{name}{RING}" for name in ("fp32", "fp16", "bf16")] + ["bf16@1"]
-        errors = output_errors(gdn(alpha, 1024, full), policies)
+        errors = output_errors(gdn(alpha, 1024, full), policies, second_half=True)
         for name, value in zip(("fp32", "fp16", "bf16", "bf16 every token"), errors.values(), strict=True):
             found[f"alpha {alpha} {name}"] = value
         best = found[f"alpha {alpha} bf16"].value
-        found[f"alpha {alpha} bf16 every token / replay"] = Measured(
+        found[f"alpha {alpha} each token / replay"] = Measured(
             found[f"alpha {alpha} bf16 every token"].value / best
         )
         found[f"alpha {alpha} fp16 / fp32"] = Measured(
             found[f"alpha {alpha} fp16"].value / found[f"alpha {alpha} fp32"].value
         )
-    ring = output_errors(gdn(0.999, 1024, full), ["fp32@16:contents=derived", "fp32@1"])
-    found["FP32 ring"], found["FP32 ring against fp32@1"] = ring["fp32@16:contents=derived"], ring["fp32@1"]
+    ring = ("fp32@16:contents=derived", "fp32@1")
+    errors = output_errors(gdn(0.999, 1024, full), ring, second_half=True)
+    found["FP32 ring"], found["fp32@1 in its place"] = errors.values()
     return found
 
 
+_BF16_CHECKPOINT = (
+    "a bf16 checkpoint stored every 16 tokens adds eps / sqrt(1 - rho^16), diluted to .00257 (B18): with the .00287 of"
+    " the ring .00385, as measured. The file's .00369 is below its own closed form; its alpha .999 row obeys it"
+)
+_FLOAT32_FLOOR = (
+    "what float32 leaves of a replay is 3e-7; 2e-6 is the error of an FP32 state that is decayed token by token, where"
+    " the rounding of exp(log .999) is the same each time and adds up (next line). A window decays the state once in 16"
+)
 B10 = Case(
     "B10",
     "replay with d, k and the decayed d in bf16: the floor that the buffer sets",
     (
         *(
-            Figure(f"alpha {alpha} {name}", text)
+            Figure(
+                f"alpha {alpha} {name}", text, why=_BF16_CHECKPOINT if (alpha, name) == (0.99, "bf16") else ""
+            )
             for alpha, row in (
                 (0.99, ("2.87e-3", "2.88e-3", "3.69e-3", "1.0e-2")),
                 (0.999, ("3.20e-3", "3.26e-3", "5.67e-3", "1.9e-2")),
@@ -311,11 +322,11 @@ B10 = Case(
             for a in (0.99, 0.999)
         ),
         *(
-            Figure(f"alpha {a} bf16 every token / replay", ">= 2.5", why="the file: 3-4 times; to a digit")
+            Figure(f"alpha {a} each token / replay", ">= 2.5", why="the file: 3-4 times; to a digit")
             for a in (0.99, 0.999)
         ),
-        Figure("FP32 ring", "2.2e-6"),
-        Figure("FP32 ring against fp32@1", "2.2e-6"),
+        Figure("FP32 ring", "2.2e-6", why=_FLOAT32_FLOOR),
+        Figure("fp32@1 in its place", "2.2e-6"),
     ),
     _b10,
 )
