@@ -12,6 +12,8 @@ import typer
 from quantlab import __version__
 from quantlab.cli_claims import claims_app
 from quantlab.cli_formats import formats_app
+from quantlab.cli_size import EPILOG as SIZE_EPILOG
+from quantlab.cli_size import size
 from quantlab.errors import InputError
 from quantlab.terminal import print_json, print_table, progress, text_of
 
@@ -344,6 +346,9 @@ def explain(
         if isinstance(value, dict):
             value = ", ".join(f"{part} {size:,.0f}" for part, size in value.items())
         typer.echo(f"{name.replace('_', ' '):>36}  {text_of(value)}")
+
+
+app.command(epilog=SIZE_EPILOG)(size)
 
 
 def _fix_threads() -> None:

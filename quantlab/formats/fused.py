@@ -21,6 +21,8 @@ _NATIVE = {
     "e5m2": torch.float8_e5m2,
 }
 _EXPONENT = 0x7F800000
+# Values worked on at once where a result takes several passes: they then stay in the cache of a core.
+_LANES = 16384
 
 
 def has_nan(x: Tensor) -> bool:
@@ -90,7 +92,7 @@ def round_values_(
         quantum = power.mul_(element.eps)
         values = x.div_(quantum).trunc_().mul_(quantum)
     else:
-        quantum = power.to(torch.float64).mul_(element.eps)
+        quantum = power.mul_(element.eps)  # both powers of two, and the product a normal number
         values = _stochastic(x.abs_(), quantum, words, bits)
     if not saturate:
         beyond = values.abs() > element.max if infinite is None else infinite
@@ -133,14 +135,19 @@ def _stochastic(x: Tensor, quantum: Tensor | None, words: Tensor | None, bits: i
     Every step is exact in float64: at most 16 integer bits (int16) and 32 random ones.
     """
     assert words is not None
-    units = x.to(torch.float64)
-    if quantum is not None:
-        units.div_(quantum)
-    low = (words & ((1 << bits) - 1)).to(torch.float64)
-    units.mul_(2.0**bits).floor_().add_(low).mul_(0.5**bits).floor_()
-    if quantum is not None:
-        units.mul_(quantum)
-    return units.to(torch.float32)
+    result = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rounded, given, noise = result.flatten(), x.flatten(), words.flatten()
+    size = _LANES if x.device.type == "cpu" else max(1, x.numel())
+    for start in range(0, x.numel(), size):
+        part = slice(start, start + size)
+        units = given[part].to(torch.float64)
+        scale = None if quantum is None else quantum.flatten()[part]
+        if scale is not None:
+            units.div_(scale)
+        low = (noise[part] & ((1 << bits) - 1)).to(torch.float64)
+        units.mul_(2.0**bits).floor_().add_(low).mul_(0.5**bits).floor_()
+        rounded[part] = units if scale is None else units.mul_(scale)
+    return result
 
 
 def encode(

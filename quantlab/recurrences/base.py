@@ -132,4 +132,5 @@ def outer(d: Tensor, k: Tensor) -> Tensor:
 
 def matvec(state: Tensor, vector: Tensor) -> Tensor:
     """S w: (..., value_dim, key_dim), (..., key_dim) -> (..., value_dim)."""
-    return torch.matmul(state, vector[..., None])[..., 0]
+    # As a row times the transposed state: the product with a column takes a path six times slower on a CPU.
+    return torch.matmul(vector[..., None, :], state.transpose(-1, -2))[..., 0, :]

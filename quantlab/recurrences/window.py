@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quantlab.recurrences.base import DecayAxis, Records, Recurrence, StepInputs, expand_groups
+from quantlab.recurrences.base import DecayAxis, Records, Recurrence, StepInputs, expand_groups, matvec
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """accumulator (n, V, K), left (n, V, m), right (n, m, K) -> accumulator + left @ right."""
@@ -93,7 +93,7 @@ def window_read(
     if recurrence.axis is DecayAxis.ELEMENT:
         folded = fold(recurrence, base, records, rates)
         states = folded[:, None] * recurrence.decay(log_decay, rates)
-        return torch.matmul(states, vectors.transpose(1, 2)[..., None])[..., 0].transpose(1, 2)
+        return matvec(states, vectors.transpose(1, 2)).transpose(1, 2)
     vectors = vectors * _on_key(recurrence, log_decay).transpose(1, 2)
     if len(records) == 0:
         return torch.matmul(vectors, base.transpose(-1, -2))

@@ -1,7 +1,7 @@
 """A decode state as named tensors and back: the stored bits, the window, and every counter."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import parse_policy
 
 if TYPE_CHECKING:
-    from quantlab.schemes.state import DecodeState
+    from quantlab.schemes.rows import StateRows
+
+State = TypeVar("State", bound="StateRows")
 
 SAVE_VERSION = 2
 _COUNTERS = {
@@ -25,7 +27,7 @@ _COUNTERS = {
 _ARITHMETIC = {"float32": torch.float32, "float64": torch.float64}
 
 
-def tensors(state: "DecodeState", rows: Tensor | None = None) -> dict[str, Tensor]:
+def tensors(state: "StateRows", rows: Tensor | None = None) -> dict[str, Tensor]:
     """See DecodeState.save."""
     meta = {
         "version": SAVE_VERSION,
@@ -53,7 +55,7 @@ def tensors(state: "DecodeState", rows: Tensor | None = None) -> dict[str, Tenso
     return saved
 
 
-def restored(make: "type[DecodeState]", saved: dict[str, Tensor]) -> "DecodeState":
+def restored(make: type[State], saved: dict[str, Tensor]) -> State:
     """See DecodeState.restore."""
     meta = checks.saved_meta(saved, SAVE_VERSION)
     try:
@@ -66,7 +68,7 @@ def restored(make: "type[DecodeState]", saved: dict[str, Tensor]) -> "DecodeStat
         raise InputError("saved state", f"{error.argument} {error.value}", error.expected) from error
 
 
-def place(state: "DecodeState", rows: Tensor, other: "DecodeState") -> None:
+def place(state: "StateRows", rows: Tensor, other: "StateRows") -> None:
     """See DecodeState.place."""
     for name, mine, theirs in (
         ("policy", str(state.policy), str(other.policy)),
@@ -87,7 +89,7 @@ def place(state: "DecodeState", rows: Tensor, other: "DecodeState") -> None:
     state._buffer.place(rows, other._buffer)
 
 
-def _restored(make: "type[DecodeState]", saved: dict[str, Tensor], meta: dict[str, Any]) -> "DecodeState":
+def _restored(make: type[State], saved: dict[str, Tensor], meta: dict[str, Any]) -> State:
     cursor = saved["buffer.cursor"]
     state = make(
         parse_policy(meta["policy"]),
@@ -118,10 +120,12 @@ def _restored(make: "type[DecodeState]", saved: dict[str, Tensor], meta: dict[st
     return state
 
 
-def _fill_buffer(state: "DecodeState", saved: dict[str, Tensor]) -> None:
+def _fill_buffer(state: "StateRows", saved: dict[str, Tensor]) -> None:
     buffer, cursor, origin = state._buffer, saved["buffer.cursor"], saved["buffer.origin"]
+    # With flush=early the window may stand full between two forwards.
+    most = buffer.window if state.policy.options.flush == "early" else buffer.window - 1
     for name, value, limit in (
-        ("cursor", cursor, buffer.window - 1),
+        ("cursor", cursor, most),
         ("origin", origin, buffer.capacity - 1),
     ):
         if value.dtype != torch.int64 or value.shape != cursor.shape:

@@ -10,7 +10,8 @@ from quantlab.recurrences import StepInputs
 from quantlab.schemes import checks
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import Policy
-from quantlab.schemes.state import DRAFTS, DecodeState, start
+from quantlab.schemes.rows import DRAFTS
+from quantlab.schemes.state import DecodeState, start
 
 NULL_ROWS = {"negative": 0, "zero": 1}
 """First slot number that is not null: of a padded batch, rows below it belong to nobody."""

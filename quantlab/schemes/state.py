@@ -6,27 +6,19 @@ import torch
 from torch import Tensor
 
 from quantlab.errors import InputError
-from quantlab.formats import Encoded
-from quantlab.recurrences import Records, StepInputs, get_recurrence
+from quantlab.recurrences import StepInputs
 from quantlab.recurrences.chunk import keep_first
 from quantlab.recurrences.window import EMPTY
-from quantlab.schemes import checks, saving
-from quantlab.schemes.arithmetic import arithmetic_of
-from quantlab.schemes.buffer import WindowBuffer, joined, token_records
-from quantlab.schemes.fits import check_policy_fits
-from quantlab.schemes.ledger import ByteLedger, StateShape, ledger, uses_raw
-from quantlab.schemes.policy import Policy, effective_text, parse_policy
-from quantlab.schemes.sites import parse_sites
-from quantlab.schemes.store import CHECKPOINT_PART, READ_COPY_PART, Store
-
-DRAFTS = 8
-"""Drafted tokens that a window has room for unless it is told otherwise."""
+from quantlab.schemes import checks
+from quantlab.schemes.buffer import joined, token_records
+from quantlab.schemes.policy import Policy, parse_policy
+from quantlab.schemes.rows import DRAFTS, StateRows, take
 
 Forward = Callable[[StepInputs, Tensor | None, Tensor | None], Tensor]
 """(tokens, rows, lengths of drafts) -> outputs (n, T, heads, value_dim)."""
 
 
-class DecodeState:
+class DecodeState(StateRows):
     """Checkpoint, read copy and window of a batch; ``start`` makes one from a prefill state.
 
     One formula serves every policy.  A token whose window is not full reads
@@ -46,43 +38,6 @@ class DecodeState:
     Arithmetic is float32, float64 if the checkpoint is fp64 or ``arithmetic`` says so.  Rows, where an operation takes
     them, are distinct row numbers (n,); inputs and outputs then have n rows.
     """
-
-    def __init__(
-        self,
-        policy: Policy,
-        family: str,
-        shape: StateShape,
-        batch: int,
-        *,
-        rates: Tensor | None = None,
-        seed: int = 0,
-        layer: int = 0,
-        sequence_ids: Tensor | None = None,
-        drafts: int = DRAFTS,
-        arithmetic: torch.dtype | None = None,
-    ):
-        self.policy, self.recurrence, self.shape = policy, get_recurrence(family), shape
-        self.seed, self.layer, self.drafts = seed, layer, drafts
-        self.row_name = "row"  # what error messages call it
-        check_policy_fits(policy, family)
-        self.dtype = checks.arithmetic(arithmetic, policy)
-        self.rates = None if rates is None else rates.detach().to(self.dtype, copy=True)
-        ids = torch.arange(batch) if sequence_ids is None else checks.sequence_ids(sequence_ids, batch)
-        common = {"dtype": self.dtype, "seed": seed, "layer": layer, "sequence_ids": ids}
-        self._checkpoint = Store(policy.checkpoint, CHECKPOINT_PART, **common)
-        self._copy = Store(policy.read_copy, READ_COPY_PART, **common) if policy.read_copy else None
-        self._options = options = policy.options
-        # A replay with per-token rounding folds, in effect, token by token.
-        self._window = 1 if options.schedule == "step" else policy.window
-        self._early = options.flush == "early"
-        self._raw = uses_raw(policy, self.recurrence)
-        site = parse_sites(options.sites).get("buffer")
-        self._buffer = WindowBuffer(self._window, drafts, options.buffer, self._raw, site)
-        self._buffer.allocate(batch)
-        self._maths = arithmetic_of(policy, self.recurrence, self.rates, self._buffer.round)
-        parts = ["checkpoint"] + (["read_copy"] if self._copy else [])
-        self._unread = {part: torch.ones(batch, dtype=torch.bool) for part in parts}
-        self._read_stores = {part: torch.zeros(batch, dtype=torch.int64) for part in parts}
 
     def step(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
         """Decode one token of every sequence, or of ``rows``; returns the output (n, heads, value_dim).
@@ -153,7 +108,8 @@ class DecodeState:
         at = lengths.nonzero()[:, 0]
         if len(at) == 0:
             return outputs
-        rows = None if len(at) == self.batch else where[at]
+        if rows is not None or len(at) < self.batch:
+            rows = where[at]
         tokens = tokens.map(lambda t: t[at].detach().to(self.dtype))
         tokens = self._maths.entering(keep_first(tokens, lengths[at]), current=False)
         state, outputs[at] = self._maths.chunk(self._folded(rows), tokens, lengths[at])
@@ -175,128 +131,6 @@ class DecodeState:
             self._store(self._folded(rows), rows, rounded=True)
             self._buffer.drop(rows)
 
-    def materialize(self, rows: Tensor | None = None) -> Tensor:
-        """The dense logical state, decoded checkpoint + window, drafts left out: (n, heads, value_dim, key_dim)."""
-        rows = self._entered_rows(rows)
-        return self._dense(_take(self._checkpoint.decoded, rows), self._buffer.records(rows, raw=self._raw))
-
-    def read_state(self, rows: Tensor | None = None) -> Tensor:
-        """The dense state that reads see, read copy (or checkpoint) + window."""
-        rows = self._entered_rows(rows)
-        records = self._buffer.records(rows)
-        base, _ = self._views(rows)
-        return self._maths.fold(base, records) if len(records) else base.clone()
-
-    def select(self, rows: Tensor) -> None:
-        """Keep, reorder or fork rows in place: row i becomes the old row ``rows[i]`` (integers, 0 to batch - 1).
-
-        A fork keeps the sequence id, and with it the random bits, of the row it comes from.
-        """
-        rows = checks.rows(rows, self.batch)
-        for store in self._stores().values():
-            store.select(rows)
-        self._buffer.select(rows)
-        self._unread = {part: flags[rows] for part, flags in self._unread.items()}
-        self._read_stores = {part: counts[rows] for part, counts in self._read_stores.items()}
-
-    def reset(self, rows: Tensor, initial: Tensor, sequence_ids: Tensor | None = None) -> None:
-        """Hand a prefill state to ``rows`` (integers, each at most once): window empty, store number 0.
-
-        initial: (len(rows), heads, value_dim, key_dim).  sequence_ids: int64 (len(rows),), names of the new sequences;
-        without them the rows keep theirs, and draw the random bits of the sequences that they follow.
-        """
-        rows = checks.rows(rows, self.batch, distinct=True)
-        initial = self._checked_initial(initial, len(rows))
-        if sequence_ids is not None:
-            self.rename(rows, sequence_ids)
-        self._hand_off(initial, rows)
-
-    def discard(self, rows: Tensor) -> None:
-        """Forget the records and drafts of ``rows``: their sequences are over."""
-        self._buffer.clear(checks.rows(rows, self.batch, distinct=True))
-
-    def rename(self, rows: Tensor, sequence_ids: Tensor) -> None:
-        """Give ``rows`` other sequence ids, and with them other random bits from the next store on."""
-        rows = checks.rows(rows, self.batch, distinct=True)
-        ids = checks.sequence_ids(sequence_ids, len(rows))
-        for store in self._stores().values():
-            store.rename(rows, ids)
-
-    def hand_off(self, initial: Tensor) -> None:
-        """Hand a prefill state (batch, heads, value_dim, key_dim) to every row: rounded once into every copy."""
-        self._hand_off(self._checked_initial(initial, self.batch), None)
-
-    @property
-    def batch(self) -> int:
-        return self._buffer.cursor.shape[0]
-
-    @property
-    def cursor(self) -> Tensor:
-        """Records in the window of each sequence (batch,)."""
-        return self._buffer.cursor.clone()
-
-    @property
-    def pending(self) -> Tensor:
-        """Drafts of each sequence that wait for ``commit`` (batch,)."""
-        return self._buffer.pending.clone()
-
-    @property
-    def read_copy_bits(self) -> Encoded:
-        """The stored bits of the read copy; InputError if the policy has none."""
-        if self._copy is None:
-            raise InputError("policy", str(self.policy), "a read copy (checkpoint/copy@window)")
-        return self._copy.encoded
-
-    @property
-    def window_tensors(self) -> dict[str, Tensor]:
-        """Records by field (batch, window, ...), oldest first, undefined behind a cursor; {} before the first."""
-        return self._buffer.ordered()
-
-    @property
-    def ledger(self) -> ByteLedger:
-        """Bytes of one sequence in this layer."""
-        return ledger(self.policy, self.recurrence, self.shape)
-
-    @property
-    def bits_per_value(self) -> float:
-        """All bits held for a state element, window included."""
-        return self.ledger.bits_per_value
-
-    @property
-    def effective_policy(self) -> str:
-        """The policy with the defaults of this family filled in: what is in force."""
-        return effective_text(self.policy, delta_rule=self.recurrence.delta_rule)
-
-    @property
-    def exercised(self) -> dict[str, int | None]:
-        """Distinct stores (hand-off included) that a later step read back, minimum over rows, for each copy."""
-        counts = {part: int(c.min()) if len(c) else 0 for part, c in self._read_stores.items()}
-        return {"checkpoint": counts["checkpoint"], "read_copy": counts.get("read_copy")}
-
-    def save(self, rows: Tensor | None = None) -> dict[str, Tensor]:
-        """All that a restart needs, as tensors: stored bits, window, cursors, counters, and a ``meta`` text.
-
-        rows: of these rows alone.  Raises InputError between ``verify`` and ``commit``: drafts are nobody's state yet.
-        """
-        rows = self._entered_rows(rows)
-        self._refuse_drafts(rows, "save")
-        return saving.tensors(self, rows)
-
-    @classmethod
-    def restore(cls, saved: dict[str, Tensor]) -> "DecodeState":
-        """The state that ``save`` described; it continues bit for bit.  Raises InputError for anything else."""
-        return saving.restored(cls, saved)
-
-    def place(self, rows: Tensor, other: "DecodeState") -> None:
-        """Make ``rows`` what the rows of ``other`` are, bit for bit: a copy, a fork, or a restore into a slot.
-
-        Raises InputError unless ``other`` has the same policy, family, shape, seed and layer, and len(rows) rows.
-        """
-        rows = checks.rows(rows, self.batch, distinct=True)
-        other._refuse_drafts(None, "place")
-        saving.place(self, rows, other)
-
-    # -- forwards
     def _forward(self, tokens: StepInputs, rows: Tensor | None, lengths: Tensor | None) -> Tensor:
         """Read and record; nothing is stored."""
         d, outputs = self._read(tokens, rows)
@@ -322,7 +156,7 @@ class DecodeState:
             d, outputs = self._read(tokens, rows)
         elif self.recurrence.delta_rule and not self._raw:
             d, _ = self._read(tokens, rows, output=False)
-        base = self._maths.base(_take(self._checkpoint.decoded, rows))
+        base = self._maths.base(take(self._checkpoint.decoded, rows))
         history = self._buffer.records(rows, raw=self._raw)
         token = token_records(tokens, d, raw=self._raw)
         folded = self._dense(base, joined(history, token))
@@ -340,7 +174,7 @@ class DecodeState:
     def _forward_rounded(self, tokens: StepInputs, rows: Tensor | None, lengths: Tensor) -> Tensor:
         """Drafts under per-token rounding: each reads the rounded state that the one before it would leave."""
         base, held, outputs, deltas = self._views(rows)[0], None, [], []
-        state = self._maths.base(_take(self._checkpoint.decoded, rows))
+        state = self._maths.base(take(self._checkpoint.decoded, rows))
         for t in range(tokens.v.shape[1]):
             token = tokens.map(lambda x, t=t: x[:, t : t + 1])
             d, output = self._maths.read(base, EMPTY, token)
@@ -358,19 +192,6 @@ class DecodeState:
         self._buffer.append(token_records(tokens, torch.cat(deltas, 1), raw=self._raw), rows, lengths)
         return torch.cat(outputs, 1)
 
-    # -- parts of a forward
-    def _views(self, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The decoded states that serve S q and S k."""
-        checkpoint = self._checkpoint
-        if self._copy is None:
-            view = checkpoint.with_residual() if self._options.ef_read == "include" else checkpoint.decoded
-            view = self._maths.base(_take(view, rows))
-            return view, view
-        copy = self._maths.base(_take(self._copy.decoded, rows))
-        if self._options.key_read == "copy":
-            return copy, copy
-        return copy, self._maths.base(_take(checkpoint.decoded, rows))
-
     def _reads_stored_view(self) -> bool:
         """Whether even the read of a flush goes through what is stored, not through the unrounded fold."""
         if self._copy is not None:
@@ -386,52 +207,6 @@ class DecodeState:
         if output:
             self._note_read(served, rows)
         return self._maths.read(base, self._buffer.records(rows), tokens, key_base)
-
-    def _dense(self, base: Tensor, records: Records) -> Tensor:
-        """base + records; raw records get their d from the base."""
-        if len(records) == 0:
-            return base.clone()  # the caller's to change
-        if self._raw:
-            records = self._maths.deltas(base, records)
-        return self._maths.fold(base, records)
-
-    def _folded(self, rows: Tensor | None, first: int | None = None) -> Tensor:
-        """Checkpoint + window (its ``first`` records) for a store: the checkpoint was read."""
-        self._note_read("checkpoint", rows)
-        base = self._maths.base(_take(self._checkpoint.decoded, rows))
-        return self._dense(base, self._buffer.records(rows, raw=self._raw, first=first))
-
-    def _store(self, dense: Tensor, rows: Tensor | None, *, rounded: bool | None = None) -> None:
-        """Write the checkpoint, rounded or as the schedule has it, and from it the read copy."""
-        if rounded is None:
-            rounded = self._options.schedule in ("flush", "step")
-        self._checkpoint.write(dense, rows, rounded=rounded)
-        if self._copy:
-            self._copy.write(_take(self._checkpoint.decoded, rows), rows)
-        self._stored(rows, rounded)
-
-    def _hand_off(self, initial: Tensor, rows: Tensor | None) -> None:
-        rounded = self._options.schedule != "turn"
-        self._checkpoint.hand_off(initial, rows, rounded=rounded)
-        if self._copy:
-            self._copy.hand_off(_take(self._checkpoint.decoded, rows), rows)
-        self._buffer.clear(rows)
-        self._stored(rows, rounded)
-        for counts in self._read_stores.values():
-            counts[slice(None) if rows is None else rows] = 0
-
-    def _stored(self, rows: Tensor | None, rounded: bool) -> None:
-        for part, flags in self._unread.items():
-            flags[slice(None) if rows is None else rows] = rounded or part == "read_copy"
-
-    def _note_read(self, part: str, rows: Tensor | None) -> None:
-        unread = self._unread[part]
-        if rows is None:
-            self._read_stores[part] += unread
-            unread.zero_()
-        else:
-            self._read_stores[part][rows] += unread[rows]
-            unread[rows] = False
 
     def _due(self, rows: Tensor | None, count: int) -> Tensor:
         """Rows (n,) that fold in a forward of ``count`` tokens."""
@@ -464,39 +239,6 @@ class DecodeState:
             outputs[at] = part
         assert outputs is not None
         return outputs
-
-    # -- what comes in
-    def _stores(self) -> dict[str, Store]:
-        return {"checkpoint": self._checkpoint} | ({"read_copy": self._copy} if self._copy else {})
-
-    def _count(self, rows: Tensor | None) -> int:
-        return self.batch if rows is None else len(rows)
-
-    def _entered_rows(self, rows: Tensor | None) -> Tensor | None:
-        return None if rows is None else checks.rows(rows, self.batch, distinct=True)
-
-    def _entered(self, inputs: StepInputs, rows: Tensor | None, count: int | None = None) -> StepInputs:
-        checks.tokens(inputs, self.recurrence, self.shape, self._count(rows), count)
-        return self._maths.entering(inputs.map(lambda t: t.detach().to(self.dtype)))
-
-    def _checked_initial(self, initial: Tensor, batch: int) -> Tensor:
-        expected = (batch, self.shape.heads, self.shape.value_dim, self.shape.key_dim)
-        checks.tensor("initial", initial, expected, f"shape {expected}")
-        return initial.detach().to(self.dtype, copy=True)  # the caller may go on to change it
-
-    def _place(self, rows: Tensor | None, index: int) -> str:
-        """Where a row stands, for an error message."""
-        row = index if rows is None else int(rows[index]) if len(rows) else 0
-        if row >= self.batch:
-            return f"no {self.row_name}"
-        return f"{self.row_name} {row}, cursor {int(self._buffer.cursor[row])}"
-
-    def _refuse_drafts(self, rows: Tensor | None, operation: str) -> None:
-        pending = self._buffer.pending if rows is None else self._buffer.pending[rows]
-        if bool(pending.any()):
-            index = int(pending.nonzero()[0, 0])
-            at = f"{operation} with {int(pending[index])} drafts pending in {self._place(rows, index)}"
-            raise InputError("operation", at, f"commit first, of at most {int(pending[index])} drafts")
 
 
 def start(
@@ -542,7 +284,3 @@ def start(
     )
     state.hand_off(initial)
     return state
-
-
-def _take(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    return tensor if rows is None else tensor[rows]

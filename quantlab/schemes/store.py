@@ -122,8 +122,12 @@ class Store:
         return values if held is not None else torch.where(self.live[:, None, None, None], decoded, values)
 
     def _refuse(self, dense: Tensor) -> None:
-        if not torch.isfinite(dense.sum(dtype=torch.float64)):
+        # NaN and Inf never sum to a finite number; a sum of finite numbers may overflow, so that is looked at again.
+        if not torch.isfinite(dense.sum()) and not bool(torch.isfinite(dense).all()):
             raise Diverged("the state holds NaN or Inf")
+        narrow = dense.dtype == torch.float64 and self.format.name != "fp64"
+        if narrow and bool((dense.abs() > torch.finfo(torch.float32).max).any()):
+            raise Diverged("the state is beyond float32")
         if self.format.error_feedback and bool((dense.abs() > _RESIDUAL_ROOM).any()):
             raise Diverged("state and residual together are beyond float32")
 

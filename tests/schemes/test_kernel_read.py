@@ -10,12 +10,13 @@ from quantlab.schemes.dual_read import dual_read
 from quantlab.schemes.kernel_read import dual_read_arguments, read_op
 
 
+@pytest.mark.parametrize("flush", ["full", "early"])
 @pytest.mark.parametrize("value_dim", [64, 80])
-def test_the_op_is_the_read_of_the_state(value_dim):
+def test_the_op_is_the_read_of_the_state(value_dim, flush):
     """Every step of three windows, rows at different cursors; ``flush_read=copy`` makes flush steps reads too."""
     shape = {"heads": 4, "key_heads": 2, "sequences": 3, "value_dim": value_dim, "key_dim": 64}
     s = synthetic_stream("mamba2", preset="realistic", steps=24, seed=6, **shape)
-    state = start("fp16/nvfp4@8:flush_read=copy", "mamba2", s.initial, key_heads=2)
+    state = start(f"fp16/nvfp4@8:flush_read=copy:flush={flush}", "mamba2", s.initial, key_heads=2)
     cursors = set()
     for t in range(s.steps):
         if t in (3, 6):
@@ -37,6 +38,8 @@ def test_which_policies_have_an_op():
         ("fp32/nvfp4:row@16", "mamba2"),
         ("fp32/fp8@16", "mamba2"),
         ("nvfp4@16", "mamba2"),
+        ("fp32/nvfp4@16:sites=k", "mamba2"),
+        ("fp32/nvfp4@16:buffer=bf16:current=buffer", "mamba2"),
     ):
         assert read_op(parse_policy(policy), family) is None
     state = start("nvfp4@16", "mamba2", torch.zeros(1, 1, 4, 16))
