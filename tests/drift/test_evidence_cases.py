@@ -17,7 +17,7 @@ FAST = ("B5", "B7", "B11", "B15")
 
 INT8_CLOSED = ((0.9, 1), (0.99, 1), (0.999, 1), (0.999, 16), (0.999, 32))
 DISAGREE = {
-    "B1": {"thread alpha 0.9 RN", "thread alpha 0.9 SR", "thread alpha 0.9 EF"},
+    "B1": {"thread alpha 0.9 RN", "thread alpha 0.9 SR", "thread alpha 0.9 EF", "thread alpha 0.99 SR"},
     "B2": {"slope a chunk, no EF"},
     "B10": {"alpha 0.99 bf16", "FP32 ring"},
     "B12": {"every token, alpha 0.99"},
