@@ -32,7 +32,8 @@ def evidence(
         list[str] | None, typer.Argument(help="Cases, e.g. B1 B9 (default: all).", metavar="[CASE]...")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="More sequences and longer runs: sharper verdicts, half an hour.")
+        bool,
+        typer.Option("--full", help="More sequences and longer runs: sharper verdicts, four times as long."),
     ] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Name the cases, run none.")] = False,
     workers: Annotated[int | None, typer.Option(help="Worker processes (default: all cores).", min=1)] = None,

@@ -218,14 +218,14 @@ def _b6(full: bool) -> dict[str, Measured]:
     for name, family in (("GDN", "gated_delta"), ("KDA", "kimi_delta")):
         off = reduction_order(family, 256, None, sequences)
         on = reduction_order(family, 256, store, sequences)
-        found |= {f"{name}, no rounding": off, f"{name}, INT8": on}
+        found[f"{name}, no rounding"] = off
         found[f"{name}, amplification"] = Measured(on.value / off.value)
         found[f"thread, {name}"] = on
     short = reduction_order("gated_delta", 8, store, sequences)
     longer = reduction_order("gated_delta", 512, store, sequences)
-    found |= {"check, GDN, no rounding": found["GDN, no rounding"], "check, GDN, INT8": found["GDN, INT8"]}
+    found |= {"check, GDN, no rounding": found["GDN, no rounding"], "check, GDN, INT8": found["thread, GDN"]}
     found["check, GDN, INT8, T 512"] = longer
-    found["GDN, 8 tokens over 256"] = Measured(short.value / found["GDN, INT8"].value)
+    found["GDN, 8 tokens over 256"] = Measured(short.value / found["thread, GDN"].value)
     found["GDN, INT8 over its ceiling, T 512"] = Measured(longer.value / _independent_roundings(store))
     return found
 
@@ -250,7 +250,6 @@ B6 = Case(
             for figure in (
                 Figure(f"{name}, no rounding", "<= 1e-6", why="pass rule"),
                 Figure(f"{name}, amplification", ">= 1e4", why="pass rule"),
-                Figure(f"{name}, INT8", "<= 0.05", why="pass rule: it saturates; see the ceiling below"),
                 Figure(f"thread, {name}", level, comparable=False, why=_UNSAID),
             )
         ),
@@ -295,6 +294,10 @@ _BF16_CHECKPOINT = (
     "a bf16 checkpoint stored every 16 tokens adds eps / sqrt(1 - rho^16), diluted to .00257 (B18): with the .00287 of"
     " the ring .00385, as measured. The file's .00369 is below its own closed form; its alpha .999 row obeys it"
 )
+_FREE = (
+    "an FP16 checkpoint is free: it adds .00021 / sqrt(1 - rho^16), diluted as in B18, in square to the error of the ring:"
+    " 1.006 times at alpha .99, 1.017 at .999"
+)
 _FLOAT32_FLOOR = (
     "what float32 leaves of a replay is 3e-7; 2e-6 is the error of an FP32 state that is decayed token by token, where"
     " the rounding of exp(log .999) is the same each time and adds up (next line). A window decays the state once in 16"
@@ -317,7 +320,7 @@ B10 = Case(
             Figure(
                 f"alpha {a} fp16 / fp32",
                 "<= 1.03",
-                why="an FP16 checkpoint is free: fp16's eps is 1 / 8 of bf16's",
+                why=_FREE,
             )
             for a in (0.99, 0.999)
         ),
