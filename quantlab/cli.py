@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantlab import __version__, cli_drift
+from quantlab.cli_claims import claims_app
 from quantlab.cli_formats import formats_app
 from quantlab.cli_predict import predict
 from quantlab.cli_size import EPILOG as SIZE_EPILOG
@@ -43,6 +44,7 @@ def quantlab(
 
 
 app.add_typer(formats_app, name="formats")
+app.add_typer(claims_app, name="claims")
 
 Policies = Annotated[
     list[str] | None,

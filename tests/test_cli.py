@@ -14,7 +14,7 @@ from quantlab.cli import app
 from quantlab.records import load_records
 
 ROOT = Path(__file__).resolve().parents[1]
-VERBS = ["study", "sweep", "report", "drift", "eval", "predict", "size", "formats", "explain"]
+VERBS = ["study", "sweep", "report", "drift", "eval", "predict", "size", "formats", "explain", "claims"]
 
 
 def quantlab(*arguments, cwd=ROOT):
