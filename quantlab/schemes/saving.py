@@ -121,7 +121,7 @@ def _restored(make: "type[DecodeState]", saved: dict[str, Tensor], meta: dict[st
 def _fill_buffer(state: "DecodeState", saved: dict[str, Tensor]) -> None:
     buffer, cursor, origin = state._buffer, saved["buffer.cursor"], saved["buffer.origin"]
     for name, value, limit in (
-        ("cursor", cursor, buffer.window - 1),
+        ("cursor", cursor, buffer.window if state._early else buffer.window - 1),
         ("origin", origin, buffer.capacity - 1),
     ):
         if value.dtype != torch.int64 or value.shape != cursor.shape:
