@@ -104,11 +104,11 @@ def assert_same_bits(found, expected, *, without=()):
 @pytest.mark.parametrize(("family", "policy"), CASES)
 def test_nothing_accepted_is_nothing_done(family, policy):
     """Every bit is as before; an early flush may come first, and is then the same whatever the drafts were."""
+    begun, s, rows, _ = at_cursors(policy, family, (0,))
+    none = torch.zeros(len(rows), dtype=torch.int64)
+    before = stored(begun, marks=False)
     for count in LENGTHS:
-        state, s, rows, _ = at_cursors(policy, family, (0,))
-        none = torch.zeros(len(rows), dtype=torch.int64)
-        before = stored(state, marks=False)
-        other = DecodeState.restore(state.save())
+        state, other = (DecodeState.restore(begun.save()) for _ in range(2))
         state.verify(drafts_of(s, rows, count))
         state.commit(none)
         if state.policy.options.flush == "early":
@@ -132,9 +132,10 @@ REJECTED = [
 def test_rejected_drafts_leave_no_trace(family, policy, rejected):
     """Two verifies that differ behind the accepted drafts: equal outputs before, and equal bits after the commit."""
     generator = torch.Generator().manual_seed(3)
-    for count in LENGTHS:
-        state, s, rows, accepted = at_cursors(policy, family, range(count + 1))
-        other = DecodeState.restore(state.save())
+    begun, s, rows, accepts = at_cursors(policy, family, range(DRAFTS + 1))
+    for count in LENGTHS if rejected == "normal" else (2, DRAFTS):
+        state, other = (DecodeState.restore(begun.save()) for _ in range(2))
+        accepted = accepts.clamp(max=count)
         drafts = drafts_of(s, rows, count)
         kept = torch.arange(count) < accepted[:, None]
         altered = {}
@@ -175,9 +176,10 @@ def test_accepted_drafts_are_single_steps(family, policy):
 
     d of a raw record is left out: reads produced it, in another order of sums, and no fold looks at it.
     """
+    begun, s, rows, _ = at_cursors(policy, family, (0,))
     for count in LENGTHS:
-        for cursor in range(parse_policy(policy).window):
-            state, s, rows, _ = at_cursors(policy, family, (0,))
+        for cursor in range(len(rows)):
+            state = DecodeState.restore(begun.save())
             state.select(torch.tensor([cursor]))
             steps = DecodeState.restore(state.save())
             drafts = drafts_of(s, rows[:1], count)
@@ -212,9 +214,10 @@ def test_verify_and_single_steps_differ_by_the_order_of_sums(family, policy, dty
     policy = dtype + policy
     window, key_dim = parse_policy(policy).window, 16
     unit = torch.finfo(torch.float32 if dtype == "fp32" else torch.float64).eps / 2
+    begun, s, rows, _ = at_cursors(policy, family, (0,))
     for count in LENGTHS:
         for cursor in range(window):
-            state, s, rows, _ = at_cursors(policy, family, (0,))
+            state = DecodeState.restore(begun.save())
             state.select(torch.tensor([cursor]))
             steps = DecodeState.restore(state.save())
             drafts = drafts_of(s, rows[:1], count)

@@ -31,7 +31,12 @@ each of at most 12 tokens of the window and the forward, every one below 1e2 (un
 1), after as many updates of the state: 12 * 16 * 12 * 1e2 * 2^-53 < 3e-11 if every rounding went the same way, a
 hundredth of it as they come.  The finest difference to be seen is a step of fp32, 2^-24 of a value near 1."""
 TIE = 1e-12
-"""Relative: how far apart the two unrounded states may be for a rounding to go two ways."""
+"""Relative: how far apart the two unrounded states may be for a rounding to go two ways.
+
+They are about 1e-15 apart, and the ties of fp32, the closest together, 2^-24: one value in 3e7 is rounded to the other
+neighbour, fewer under every narrower format.  Such a value may be either of the two, the oracle goes on from the one
+that the pool has, and the number of times is printed.  (An orbit of exact ties would be another matter: the decays are
+exponentials of random numbers, so that sums do not fall on ties but by this chance.)"""
 
 
 class Mismatch(AssertionError):

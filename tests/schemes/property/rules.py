@@ -95,7 +95,8 @@ class Rules:
         """A vector as the buffer gives it back."""
         name = self.options["buffer"]
         if name == "hilo":
-            x = sum(halves(x, "bf16"))
+            high, rest = halves(x, "bf16")
+            x = high + rest
         elif name != "fp32":
             x = narrow(x, name)
         return self.at("buffer", x)

@@ -8,7 +8,7 @@ from typing import Any
 from tests.schemes.property.driver import SLOTS, Mismatch, Operation, World
 from tests.schemes.property.pool import NaivePool
 
-OPERATIONS = (
+OPERATIONS: tuple[str, ...] = (
     "allocate", "extend", "step", "verify", "commit", "flush", "fork", "copy", "select", "reset", "preempt",
     "restore", "snapshot", "free", "pad<0", "pad=0", "read", "file", "refused",
 )  # fmt: skip
