@@ -13,7 +13,19 @@ OPERATIONS: tuple[str, ...] = (
     "restore", "snapshot", "free", "pad<0", "pad=0", "read", "file", "refused",
 )  # fmt: skip
 """What is counted: slots that an operation acts on (see ``counted``), and null rows under both conventions."""
-SPECIAL = ("pad<0", "pad=0", "refused")
+FILLING = ("step", "verify", "commit")
+"""Drawn beyond their quota, so that windows fill."""
+BATCH = {
+    "step": 3.5,
+    "verify": 3.5,
+    "commit": 3.0,
+    "extend": 3.0,
+    "flush": 2.0,
+    "select": 3.0,
+    "fork": 1.5,
+    "file": 4.0,
+}
+"""About how many slots one operation serves."""
 
 
 def counted(naive: NaivePool, operation: Operation) -> Counter[str]:
@@ -55,8 +67,8 @@ class Generator:
     def done(self) -> bool:
         return all(self.counts[name] >= quota for name, quota in self.quota.items())
 
-    def need(self, name: str) -> float:
-        return max(0, self.quota[name] - self.counts[name]) / max(1, self.quota[name])
+    def need(self, name: str) -> int:
+        return max(0, self.quota[name] - self.counts[name])
 
     def next(self, world: World) -> Operation:
         naive, random = world.naive, self.random
@@ -71,33 +83,36 @@ class Generator:
             "free": len(held) > 1,
             "preempt": len(idle) > 1,
             "copy": len(held) > 1 and bool(idle),
-            "select": bool(idle),
-            "snapshot": bool(idle),
             "reset": bool(held),
             "read": bool(held),
-            "step": bool(idle),
-            "extend": bool(idle),
             "flush": bool(folds),
-            "verify": bool(idle),
             "commit": bool(drafting),
             "file": bool(held) and not drafting,
             "refused": True,
         }
-        # A batch serves several slots at once, so it is drawn less often; windows must be able to fill.
-        weights = {
-            name: (self.need(name) + 0.02) * (1.0 if name in SINGLE else 0.3)
-            for name, yes in possible.items()
-            if yes
-        }
-        if len(held) < 3 and naive.free_slots:
-            weights |= {name: weights.get(name, 0) * 0.1 for name in ("free", "preempt") if name in weights}
-            weights["allocate"] = weights["allocate"] + 0.3
-        for name in ("step", "verify", "commit"):
-            if name in weights:
-                weights[name] += 0.15
-        if random.random() < 0.05:
-            weights = {"refused": 1.0}
-        name = random.choices(list(weights), list(weights.values()))[0]
+        if random.random() < 0.15:
+            name = random.choice(FILLING)
+        else:
+            # Null rows come with any forward.
+            weights = {n: self.need(n) / BATCH.get(n, 1.0) + 0.1 for n in self.quota}
+            name = random.choices(list(weights), list(weights.values()))[0]
+            name = random.choice(FILLING) if name.startswith("pad") else name
+        # What cannot be done yet is made possible first.
+        for _ in range(3):
+            if possible.get(name, bool(idle)):
+                break
+            if not held:
+                name = "allocate"
+            elif name in ("allocate", "restore", "fork") and not naive.free_slots:
+                name = random.choice(["free", "preempt"])
+            elif name == "restore":
+                name = "snapshot"
+            elif name in ("free", "preempt", "copy") and naive.free_slots:
+                name = "allocate"
+            elif name == "flush" and idle:
+                name = "step"
+            else:
+                name = "commit" if drafting else "verify"
         return self.operation(name, world, idle, drafting, folds)
 
     def operation(
@@ -205,9 +220,6 @@ class Generator:
             for name in ("verify", "extend"):
                 options.append((name, {"slots": rows, "count": 1, "lengths": None, "seed": seed}))
         return random.choice(options)
-
-
-SINGLE = ("allocate", "free", "copy", "fork", "reset", "preempt", "restore", "snapshot", "read")
 
 
 def replay(policy: str, family: str, null: str, seed: int, schedule: list[Operation]) -> World:
