@@ -5,17 +5,21 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantlab import __version__
+from quantlab import __version__, cli_drift
 from quantlab.cli_claims import claims_app
 from quantlab.cli_formats import formats_app
+from quantlab.cli_predict import predict
 from quantlab.cli_size import EPILOG as SIZE_EPILOG
 from quantlab.cli_size import size
 from quantlab.errors import InputError
-from quantlab.terminal import print_json, print_table, progress, text_of
+from quantlab.terminal import print_json, print_table, text_of
+
+if TYPE_CHECKING:
+    from quantlab.schemes import Policy
 
 app = typer.Typer(
     name="quantlab",
@@ -51,7 +55,7 @@ Policies = Annotated[
 Quick = Annotated[bool, typer.Option("--quick", help="A cut-down study that ends within half a minute.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder for records and report.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")]
-Family = Annotated[str, typer.Option("--family", help="gated_delta, mamba2 or mamba1.")]
+Family = Annotated[str, typer.Option("--family", help="gated_delta, kimi_delta, mamba2 or mamba1.")]
 
 
 def _example(text: str) -> str:
@@ -109,103 +113,7 @@ def report(
     typer.echo(write_report(folder, output))
 
 
-@app.command(epilog=_example("drift --family gated_delta --alpha 0.99 -p fp32/nvfp4@16 -p nvfp4@1"))
-def drift(
-    context: typer.Context,
-    policy: Policies = None,
-    family: Family = "gated_delta",
-    alpha: Annotated[
-        float | None,
-        typer.Option(help="Decay per step of every head (preset evidence); default: realistic heads."),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Decoded tokens.", min=1)] = 1024,
-    heads: Annotated[int, typer.Option(help="Heads of the layer.", min=1)] = 8,
-    sequences: Annotated[int, typer.Option(help="Independent sequences.", min=1)] = 2,
-    seed: Annotated[
-        int, typer.Option(help="Of the stream and of stochastic rounding.", min=0, max=2**63 - 1)
-    ] = 0,
-    preset: Annotated[str | None, typer.Option(help="evidence or realistic.")] = None,
-    beta: Annotated[
-        float | None, typer.Option(help="Constant write strength (gated_delta, preset evidence).")
-    ] = None,
-    value_dim: Annotated[int | None, typer.Option(help="Value dim of a head.", min=1)] = None,
-    key_dim: Annotated[int | None, typer.Option(help="Key dim of a head.", min=1)] = None,
-    stream: Annotated[Path | None, typer.Option(help="A stream file instead of a made stream.")] = None,
-    save_stream: Annotated[Path | None, typer.Option(help="Also write the stream to this file.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Measure the error of policies per decoded token, on one stream, beside a float64 shadow."""
-    from quantlab import drift as drifts
-    from quantlab.schemes import check_policy_fits, parse_policy
-
-    _fix_threads()
-    policies = [parse_policy(text) for text in policy or ["fp32@1"]]
-    if stream is not None:
-        made_only = "family alpha steps heads sequences preset beta value_dim key_dim".split()
-        for name in made_only:
-            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
-                raise InputError(name, context.params[name], "nothing, as the stream file decides it")
-        made = drifts.load_stream(stream)
-    else:
-        made = drifts.synthetic_stream(
-            family,
-            preset=preset,
-            heads=heads,
-            steps=steps,
-            alpha=alpha,
-            seed=seed,
-            sequences=sequences,
-            value_dim=value_dim,
-            key_dim=key_dim,
-            beta=beta,
-        )
-    for parsed in policies:
-        check_policy_fits(parsed, made.family)
-    if save_stream is not None:
-        drifts.save_stream(made, save_stream)
-    with progress(f"{made.steps} steps", made.steps) as advance:
-        result = drifts.run_drift(made, policies, seed=seed, on_step=advance)
-    rows = []
-    for run in result.runs:
-        metrics = result.metrics(run)
-        chosen = {"policy": str(run.policy), "status": run.status}
-        rows.append(chosen | {key: metrics[key] for key in _DRIFT_KEYS})
-    if as_json:
-        print_json(rows)
-        return
-    title = (
-        f"{made.family}, {made.steps} steps, {made.heads} heads x {made.batch}, stream {result.stream_hash}"
-    )
-    print_table(title, rows, list(_DRIFT_COLUMNS), _DRIFT_COLUMNS)
-    for row in rows:
-        for key in ("warning", "prediction_note"):
-            if row[key]:
-                typer.echo(f"{row['policy']}: {row[key]}")
-
-
-_DRIFT_COLUMNS = {
-    "policy": "policy",
-    "status": "status",
-    "state_error": "state error",
-    "read_error": "read error",
-    "output_error": "output error",
-    "predicted_output_error": "predicted",
-    "growth_exponent": "growth",
-    "growth_ci": "95 % interval",
-    "exercised": "exercised",
-    "bits_per_value": "bits/value",
-    "bytes_per_token": "bytes/token",
-}
-_DRIFT_KEYS = (
-    *(key for key in _DRIFT_COLUMNS if key not in ("policy", "status")),
-    "predicted_state_error",
-    "output_bias",
-    "diverged_at",
-    "effective_policy",
-    "stream_hash",
-    "warning",
-    "prediction_note",
-)
+app.command(epilog=cli_drift.EPILOG)(cli_drift.drift)
 
 
 @app.command(
@@ -266,32 +174,7 @@ def evaluate(
     typer.echo(f"lm-eval results: {output}")
 
 
-@app.command(epilog=_example("predict fp32/nvfp4@16 nvfp4@1 --alpha 0.999"))
-def predict(
-    policies: Annotated[list[str], typer.Argument(help="Policy texts.", metavar="POLICY...")],
-    family: Family = "gated_delta",
-    alpha: Annotated[list[float] | None, typer.Option(help="Decay per step; repeat for several.")] = None,
-    key_dim: Annotated[int, typer.Option(help="Key dim of a head.", min=1)] = 128,
-    as_json: Json = False,
-) -> None:
-    """Predict the output error of a long run in closed form; no stream is run."""
-    from quantlab.drift import steady_output_error
-    from quantlab.schemes import check_policy_fits, parse_policy
-
-    alphas = alpha or [0.9, 0.99, 0.999]
-    for value in alphas:
-        if not 0 < value < 1:
-            raise InputError("alpha", value, "a decay per step in (0, 1)")
-    rows = []
-    for parsed in map(parse_policy, policies):
-        check_policy_fits(parsed, family)
-        row: dict[str, Any] = {"policy": str(parsed)}
-        rows.append(row | {f"alpha {a:g}": steady_output_error(parsed, family, a, key_dim) for a in alphas})
-    if as_json:
-        print_json(rows)
-        return
-    print_table(f"Predicted relative output error, {family}, steady state", rows, list(rows[0]))
-    typer.echo("inf: rounding noise outgrows the decay and the state diverges.")
+app.command(epilog=_example("predict fp32/nvfp4@16 nvfp4@1 --alpha 0.999"))(predict)
 
 
 @app.command(epilog=_example("explain fp16+sr/nvfp4@16 --family gated_delta"))
@@ -327,9 +210,10 @@ def explain(
         "policy": str(parsed),
         "layer": f"{family}, {heads} heads of {value_dim} x {key_dim}, {state.shape.key_heads} key heads; one sequence",
         "in_force": state.effective_policy,
-        "checkpoint": f"{parsed.checkpoint.text}: drives the recurrence, stored every {parsed.window} token(s)",
+        "checkpoint": f"{parsed.checkpoint.text}: drives the recurrence, {_when_stored(parsed)}",
         "read_copy": f"{parsed.read_copy.text}: serves reads" if parsed.read_copy else "none",
-        "window": f"{parsed.window - 1} buffered record(s), then a flush" if parsed.window > 1 else "none",
+        "window": _window(parsed),
+        "rounds_on_the_way": _roundings(parsed),
         "kernel": str(choose(op, device)) if op else "none yet: torch serves every step",
         "bits_per_value": ledger.bits_per_value,
         "bytes_held": ledger.held,
@@ -349,6 +233,38 @@ def explain(
 
 
 app.command(epilog=SIZE_EPILOG)(size)
+
+
+def _when_stored(policy: "Policy") -> str:
+    schedule, window = policy.options.schedule, policy.window
+    if schedule == "step":
+        return "rounded after every token, by a replay of the window"
+    if schedule in ("chunk", "turn"):
+        ends = "prefill chunks and at explicit flushes" if schedule == "chunk" else "turns (explicit flushes)"
+        return f"FP32 while decoding, rounded at the end of {ends}"
+    every = window - 1 if policy.options.flush == "early" else window
+    return "stored after every token" if every == 1 else f"stored every {every} tokens"
+
+
+def _window(policy: "Policy") -> str:
+    if policy.window == 1:
+        return "none"
+    held = f"up to {policy.window - 1} records in {policy.options.buffer}"
+    if policy.options.flush == "early":
+        return f"{held}; folded, without the tokens of a forward, before one that finds no room for two of its size"
+    return f"{held}; the token that fills the window is folded with them"
+
+
+def _roundings(policy: "Policy") -> str:
+    from quantlab.schemes.sites import SITES, parse_sites
+
+    options = policy.options
+    found = [f"{name} in {fmt.text}: {SITES[name]}" for name, fmt in parse_sites(options.sites).items()]
+    if options.dot != "ieee":
+        found.append(f"operands of the fold's product in {options.dot}")
+    if options.current == "buffer":
+        found.append("the current token, as the buffer will hold it")
+    return "; ".join(found) or "nothing"
 
 
 def _fix_threads() -> None:

@@ -16,7 +16,7 @@ import platform
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ MINIMUM_FREE_BYTES = 16 * 2**20
 # records of two versions are never put into one report.
 PROTOCOLS: dict[str, dict[str, Any]] = {
     "drift": {
-        "version": 1,
+        "version": 2,
         "reference": "float64 shadow from the unrounded prefill state on the stored stream",
         "pooling": "sqrt(sum |e|^2 / sum |ref|^2), steps and heads jointly, second half of the run",
         "growth": "slope of log RMS over log-spaced bins in [T/8, T], bootstrap over heads x sequences",
@@ -337,7 +337,7 @@ def save_stream_file(
 ) -> str:
     """Write a decode stream as safetensors, all or nothing; returns the content hash.
 
-    ``arrays``: q, k (T, B, G, K), v (T, B, H, V), log_decay (T, B, H) or (T, B, H, V), beta (T, B, H),
+    ``arrays``: q, k (T, B, G, K), v (T, B, H, V), log_decay (T, B, H), (T, B, H, V) or (T, B, H, K), beta (T, B, H),
     initial (B, H, V, K), rates (H, V, K); other names are free.  ``meta`` must name the "family".  Raises
     InputError as :func:`load_stream_file` does.
     """
@@ -392,6 +392,58 @@ def load_stream_file(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray
     return arrays, meta
 
 
+def open_stream_file(
+    path: str | os.PathLike[str], rows: int = 256
+) -> tuple[dict[str, Callable[[slice], np.ndarray]], dict[str, tuple[int, ...]], dict[str, Any]]:
+    """A stream file for reading in parts: for each array a function of a slice of its first axis, the shapes, and the
+    meta table.  InputError as load_stream_file, but for NaN, Inf and shapes, which the reader of the parts checks.
+
+    The content hash is checked ``rows`` rows at a time, so that the file never has to fit into memory.
+    """
+    import safetensors
+
+    try:
+        with safetensors.safe_open(str(path), framework="numpy") as file:
+            metadata = file.metadata() or {}
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        version = metadata.get("schema_version")
+        if version != str(STREAM_SCHEMA_VERSION):
+            raise InputError(
+                "stream file", str(path), f"schema_version {STREAM_SCHEMA_VERSION}, not {version}"
+            )
+        meta, family, expected = (
+            decode(json.loads(metadata["meta"])),
+            metadata["family"],
+            metadata["content_hash"],
+        )
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError("stream file", str(path), f"a readable quantlab stream file ({error})") from error
+
+    def reader(name: str) -> Callable[[slice], np.ndarray]:
+        def read(part: slice) -> np.ndarray:
+            with safetensors.safe_open(str(path), framework="numpy") as file:
+                return file.get_slice(name)[slice(*part.indices(shapes[name][0]))]
+
+        return read
+
+    readers = {name: reader(name) for name in shapes}
+    digest = hashlib.sha256(family.encode())
+    for name in sorted(shapes):
+        dtype = readers[name](slice(0, 1)).dtype
+        if dtype.kind not in "fiu":
+            raise InputError("stream file", str(path), f"real numbers, but {name} is {dtype}")
+        digest.update(canonical_json([name, dtype.str, shapes[name]]).encode())
+        for first in range(0, shapes[name][0], rows):
+            digest.update(readers[name](slice(first, first + rows)).tobytes())
+    if digest.hexdigest()[:16] != expected:
+        raise InputError(
+            "stream file", str(path), "arrays that agree with the content hash; the file was changed"
+        )
+    return readers, shapes, meta
+
+
 def stream_file_hash(path: str | os.PathLike[str]) -> str:
     """The content hash of a stream file, checked against its contents.  InputError as load_stream_file."""
     arrays, meta = load_stream_file(path)
@@ -427,7 +479,11 @@ def _check_stream(arrays: Mapping[str, np.ndarray], source: str) -> None:
             raise InputError("stream file", source, f"real numbers, but {name} is {array.dtype}")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise InputError("stream file", source, f"finite numbers, but {name} holds NaN or Inf")
-        letters = "TBHV" if name == "log_decay" and array.ndim == 4 else axes.get(name, "")
+        letters = axes.get(name, "")
+        if (
+            name == "log_decay" and array.ndim == 4
+        ):  # one a key channel (kimi_delta) or a value channel (mamba1)
+            letters += "K" if array.shape[-1] == sizes.get("K", (0, ""))[0] else "V"
         if letters and array.ndim != len(letters):
             raise InputError(
                 "stream file", source, f"{name} of shape ({', '.join(letters)}), not {array.shape}"

@@ -45,6 +45,8 @@ ALLOWED["__main__"] = set(ALLOWED["cli"]) | {"cli"}
 LOOK_UPS = {
     ("quantlab.schemes.backend", "kernels"): "finds a kernel by name, once something asks for it",
     ("quantlab.drift.streams", "records"): "the schema of stream files is kept with the other file schemas",
+    ("quantlab.drift.sources", "records"): "a stream file is checked and read in parts",
+    ("quantlab.drift.series", "records"): "a file appears under its name only when it is complete",
     ("quantlab.schemes.files", "records"): "files are written whole or not at all, in one place",
     ("quantlab.kernels.bench", "testing"): "no speed without a passed comparison",
     ("quantlab.kernels.bench", "records"): "a timing is a record",

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from scipy.special import log_softmax
 
-from quantlab.drift.growth import Growth, growth, pooled, pooled_curve
+from quantlab.drift.growth import Growth, growth, pooled
+from quantlab.drift.sums import BinnedSums
 
 Array = np.ndarray
 
@@ -51,8 +52,12 @@ class Energies:
         return pooled(error, reference)
 
     def curve(self, edges: Array) -> tuple[Array, Array]:
-        """(centre of each bin of steps, pooled error); see ``pooled_curve``."""
-        return pooled_curve(*self._by_step(), edges)
+        """(centre, pooled error) of each bin; edges: log-spaced steps, the last one inside the last bin."""
+        error, reference = self._by_step()
+        bounds = [*edges[:-1], edges[-1] + 1] if len(edges) > 1 else [edges[0], edges[0] + 1]
+        sums = BinnedSums(np.asarray(bounds), error.shape[1])
+        sums.add(1, error, reference)
+        return sums.curve()
 
     def growth_fit(self) -> Growth:
         """The growth exponent over all scans, for a quantity measured at every step."""

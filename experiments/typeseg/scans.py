@@ -8,7 +8,7 @@ import torch
 from experiments.typeseg import network
 from experiments.typeseg.measures import Array, Energies
 from experiments.typeseg.network import ScanInputs
-from experiments.typeseg.predict import Gain, is_scaled, relative_rounding_error
+from quantlab.drift.gains import Gain, is_scaled, relative_rounding_error
 from quantlab.recurrences import RECURRENCES, StepInputs
 from quantlab.schemes import DecodeState, Diverged, Policy, start
 

@@ -88,11 +88,7 @@ def attribute(
     """
     policy = parse_policy(policy)
     check_policy_fits(policy, stream.family)
-    names = list(suspects) if suspects else parts_of(policy)
-    if not names:
-        names = [name for name in STANDARD if _fits(name, policy, stream)]
-    if len(set(names)) != len(names):
-        raise InputError("suspect", names, "each suspect once")
+    names = names_of(policy, stream, suspects)
     made = [suspect(name, policy, stream) for name in names]
     whole = Suspect(str(policy), policy, arithmetic=_own_arithmetic(policy))
     *measured, complete = _run(stream, [*made, whole], seed, on_step)
@@ -104,6 +100,16 @@ def attribute(
     ]
     order = sorted(rungs, key=lambda rung: np.nan_to_num(rung.output_error, nan=np.inf), reverse=True)
     return Ladder(tuple(order), complete, float(np.sqrt(total)))
+
+
+def names_of(policy: Policy, stream: Stream, suspects: Sequence[str] | None = None) -> list[str]:
+    """The suspects of a ladder: those given, else the parts of the policy, else those of ``STANDARD`` that fit."""
+    names = list(suspects) if suspects else parts_of(policy)
+    if not names:
+        names = [name for name in STANDARD if _fits(name, policy, stream)]
+    if len(set(names)) != len(names):
+        raise InputError("suspect", names, "each suspect once")
+    return names
 
 
 def parts_of(policy: Policy) -> list[str]:

@@ -1,6 +1,5 @@
 """How an error grows with the number of decoded tokens: pooling, the growth exponent and its interval."""
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,30 +34,24 @@ def pooled(error_squared: NDArray, reference_squared: NDArray) -> float:
     reference is.
     """
     valid = np.isfinite(error_squared) & np.isfinite(reference_squared)
-    total = reference_squared[valid].sum()
     if not valid.any():
         return float("nan")
-    error = error_squared[valid].sum()
+    return ratio(error_squared[valid].sum(), reference_squared[valid].sum())
+
+
+def ratio(error: float, total: float) -> float:
+    """sqrt(error / total) of two sums; NaN where both are zero, infinity where only the reference is."""
     if total > 0:
         return float(np.sqrt(error / total))
     return float("inf") if error > 0 else float("nan")
 
 
-def pooled_curve(
-    error_squared: NDArray, reference_squared: NDArray, edges: NDArray[np.int64]
-) -> tuple[NDArray, NDArray]:
-    """Pooled error in each bin of steps (step 1 is row 0): (geometric centre of the bin, error).
-
-    error_squared, reference_squared: (steps, units).  A bin without a measured value, or without a finite relative
-    error, holds NaN, so that curves over the same edges stay side by side.
-    """
-    centres, values = [], []
-    for low, high in itertools.pairwise(edges if len(edges) > 1 else [*edges, *edges]):
-        start, stop = low - 1, (high if high == edges[-1] else high - 1)
-        value = pooled(error_squared[start:stop], reference_squared[start:stop])
-        centres.append(np.sqrt(low * max(stop, low)))
-        values.append(value if np.isfinite(value) else np.nan)
-    return np.asarray(centres), np.asarray(values)
+def growth_edges(steps: int, window: int) -> NDArray[np.int64]:
+    """The bins of ``growth``: bin i holds the steps edges[i] .. edges[i + 1] - 1; too few of them in a short run."""
+    windows = steps // window
+    if windows < 3:
+        return np.zeros(0, dtype=np.int64)
+    return log_bins(max(1, windows // 8), windows, BINS) * window + 1
 
 
 def growth(error_squared: NDArray, reference_squared: NDArray, *, window: int = 1, seed: int = 0) -> Growth:
@@ -68,17 +61,20 @@ def growth(error_squared: NDArray, reference_squared: NDArray, *, window: int = 
     policy; bins hold whole windows, so that the sawtooth between two flushes is not taken for growth.  NaN if the run
     is too short for three bins, and if a bin has no error or no signal, so that it has no logarithm.
     """
-    steps, units = error_squared.shape
-    windows = steps // window
-    if windows < 3:
-        return Growth(float("nan"), None, None)
-    edges = log_bins(max(1, windows // 8), windows, BINS) * window + 1
+    edges = growth_edges(len(error_squared), window)
     if len(edges) < 4:
         return Growth(float("nan"), None, None)
-    # Bin i holds the steps edges[i] .. edges[i + 1] - 1, counted from 1.
     last = int(edges[-1]) - 1
     error = np.add.reduceat(error_squared[:last], edges[:-1] - 1, axis=0)
     reference = np.add.reduceat(reference_squared[:last], edges[:-1] - 1, axis=0)
+    return fit_growth(edges, error, reference, seed=seed)
+
+
+def fit_growth(edges: NDArray[np.int64], error: NDArray, reference: NDArray, *, seed: int = 0) -> Growth:
+    """``growth`` from sums of error and reference in the bins of ``growth_edges``, each (bins, units)."""
+    if len(edges) < 4:
+        return Growth(float("nan"), None, None)
+    units = error.shape[1]
     centres = np.log(np.sqrt(edges[:-1] * (edges[1:] - 1)))
     centred = centres - centres.mean()
 

@@ -5,12 +5,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from quantlab.drift.measure import run_drift
-from quantlab.drift.streams import Stream, load_stream, synthetic_stream
+from quantlab.drift.sources import StreamSource, as_source, open_source
+from quantlab.drift.streams import Stream, load_stream
+from quantlab.drift.summary import PolicySummary
+from quantlab.drift.synthetic import synthetic_stream
 from quantlab.schemes import check_policy_fits, parse_policy
 
 
-def stream_of(description: dict[str, Any]) -> Stream:
-    """The stream that a point describes: {"file", "hash"} or the arguments of ``synthetic_stream``."""
+def stream_of(description: dict[str, Any]) -> Stream | StreamSource:
+    """The stream that a point describes: {"file", "hash"}, or the arguments of ``synthetic_stream``, or with generator
+    "blocks" those of ``block_stream``."""
+    if description.get("generator") == "blocks":
+        return open_source(description)
     if "file" in description:
         return load_stream(description["file"])
     return synthetic_stream(**description)
@@ -33,27 +39,26 @@ def run_points(
     """
     started = time.monotonic()
     on_progress("making the stream")
-    stream = stream_of(points[0]["stream"])
+    stream = as_source(stream_of(points[0]["stream"]))
     by_policy = {parse_policy(point["policy"]): point for point in points}
-    result = run_drift(stream, list(by_policy), on_step=lambda step: on_progress(step, stream.steps))
+    seed = points[0].get("rounding_seed", 0)
+    result = run_drift(
+        stream, list(by_policy), seed=seed, on_step=lambda step: on_progress(step, stream.steps)
+    )
     # All policies ran side by side; each is charged its share.
     seconds = (time.monotonic() - started) / len(result.runs)
     for run in result.runs:
-        message = f"diverged at step {run.diverged_at}" if run.status == "diverged" else None
-        if run.status == "not_exercised":
-            message = f"no stored state was read back: exercised {run.exercised}"
         series = result.policy_table(run).drop(columns="policy")
-        yield (
-            by_policy[run.policy],
-            {
-                "status": run.status,
-                "message": message,
-                "metrics": result.metrics(run),
-                "curve": result.curve(run),
-                "series": series,
-                "seconds": seconds,
-            },
-        )
+        found = result_of(run, result.metrics(run)) | {"series": series, "seconds": seconds}
+        yield by_policy[run.policy], found
+
+
+def result_of(run: PolicySummary, metrics: dict[str, Any]) -> dict[str, Any]:
+    """What a record says of a run: status, message, metrics, curve."""
+    message = f"diverged at step {run.diverged_at}" if run.status == "diverged" else None
+    if run.status == "not_exercised":
+        message = f"no stored state was read back: exercised {run.exercised}"
+    return {"status": run.status, "message": message, "metrics": metrics, "curve": run.curve()}
 
 
 def run_point(point: dict[str, Any]) -> dict[str, Any]:

@@ -251,7 +251,7 @@ def _streams(block: DriftBlock, where: str, base: Path) -> list[dict[str, Any]]:
             "a decay per step, which preset evidence needs" if block.alpha is None else 'preset = "evidence"'
         )
         raise InputError(f"spec {where}.alpha", block.alpha, expected)
-    from quantlab.drift.streams import DEFAULT_SHAPE
+    from quantlab.drift.synthetic import DEFAULT_SHAPE
 
     value_dim, key_dim = DEFAULT_SHAPE[block.family]
     return [

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from quantlab.drift import growth, run_drift, steady_output_error, synthetic_stream
-from quantlab.drift.growth import log_bins, pooled, pooled_curve
+from quantlab.drift.growth import pooled
+from quantlab.drift.sums import CURVE_BINS, BinnedSums, RunSums
 from quantlab.errors import InputError
 
 POLICIES = ["fp32@1", "fp64@1", "nvfp4@4", "fp32/nvfp4@4", "int8+ef@1", "fp16+sr@2"]
@@ -118,23 +119,27 @@ def test_pooling_of_zeros_and_gaps():
     assert pooled(one, zero) == math.inf
     assert math.isnan(pooled(zero, zero))
     assert math.isnan(pooled(nothing, one))
-    centres, values = pooled_curve(
-        np.where(np.arange(4)[:, None] == 1, np.nan, one), one, np.array([1, 2, 3, 4])
-    )
+    sums = BinnedSums(np.array([1, 2, 3, 5]), 2)
+    sums.add(1, np.where(np.arange(4)[:, None] == 1, np.nan, one), one)
+    centres, values = sums.curve()
     np.testing.assert_allclose(centres, [1.0, 2.0, np.sqrt(12)])
     np.testing.assert_array_equal(values, [1.0, np.nan, 1.0])
 
 
 def test_curve_bins_hold_the_steps_that_they_name():
     """A spike at step n shows in the bin whose steps include n, alone, and every step is in one bin."""
-    steps, edges = 100, log_bins(1, 100, 8)
-    reference = np.ones((steps, 1))
-    bounds = [(low, high - 1) for low, high in itertools.pairwise([*edges[:-1], steps + 1])]
+    steps = 100
+    bounds = RunSums(steps, 1, 1).curve["output"].bounds
+    assert bounds[0] == 1
+    assert bounds[-1] == steps + 1
+    assert 10 < len(bounds) <= CURVE_BINS + 1
     for n in range(1, steps + 1):
-        error = np.zeros((steps, 1))
+        sums, error = BinnedSums(bounds, 1), np.zeros((steps, 1))
         error[n - 1] = 1.0
-        _, values = pooled_curve(error, reference, edges)
-        assert [low <= n <= high for low, high in bounds] == (values > 0).tolist()
+        sums.add(1, error, np.ones((steps, 1)))
+        held = [low <= n < high for low, high in itertools.pairwise(bounds)]
+        assert held == (sums.curve()[1] > 0).tolist()
+        assert held.count(True) == 1
 
 
 def test_growth_of_constants_zeros_and_gaps_is_a_number_or_nan():

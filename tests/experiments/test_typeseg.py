@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from experiments.typeseg import capture, corpus, network, run
 from experiments.typeseg.measures import label_divergence, label_flips
 from experiments.typeseg.network import ScanInputs
-from experiments.typeseg.predict import Gain
 from experiments.typeseg.scans import (
     FAMILY,
     DivergedError,
@@ -23,6 +22,7 @@ from experiments.typeseg.scans import (
     shadow_scan,
     step_inputs,
 )
+from quantlab.drift.gains import Gain
 from quantlab.errors import InputError
 from quantlab.records import load_stream_file, save_stream_file
 from quantlab.schemes import parse_policy, start

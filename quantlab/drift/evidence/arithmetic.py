@@ -10,7 +10,8 @@ from quantlab.drift.evidence.case import Case, Figure, Measured, mean_over, pool
 from quantlab.drift.evidence.streams import channel_decays, gdn, output_errors, shadow, squared
 from quantlab.drift.growth import growth
 from quantlab.drift.measure import run_drift
-from quantlab.drift.streams import Stream, synthetic_stream
+from quantlab.drift.streams import Stream
+from quantlab.drift.synthetic import synthetic_stream
 from quantlab.formats import Format, parse
 from quantlab.formats.random import random_words
 from quantlab.recurrences import StepInputs, get_recurrence

@@ -10,7 +10,8 @@ from torch import Tensor
 from quantlab.drift.evidence.case import Case, Figure, Measured, pooled_over
 from quantlab.drift.evidence.streams import channel_decays, gdn, gdn_stream
 from quantlab.drift.measure import run_drift
-from quantlab.drift.streams import Stream, synthetic_stream
+from quantlab.drift.streams import Stream
+from quantlab.drift.synthetic import synthetic_stream
 from quantlab.formats import parse
 from quantlab.recurrences import StepInputs
 from quantlab.recurrences.base import expand_groups, matvec

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from quantlab.drift.evidence.case import Measured, pooled_over
 from quantlab.drift.measure import run_drift
-from quantlab.drift.streams import Stream, synthetic_stream
+from quantlab.drift.streams import Stream
+from quantlab.drift.synthetic import synthetic_stream
 from quantlab.recurrences import StepInputs, get_recurrence
 
 HEADS, SEQUENCES, FULL_SEQUENCES = 8, 1, 8

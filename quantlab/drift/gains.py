@@ -1,22 +1,22 @@
-"""Predicted output error of a policy: how independent rounding errors of known size travel through the real decays.
+"""Output error of a policy per unit of rounding: the balance by element, linear, so that one pass serves many formats.
 
-The scalar law of one decay a head (state error eps / sqrt(1 - rho^L)) does not hold for Mamba-1, whose elements all
-decay at their own rate and change it with every token.  The same argument does: errors of distinct stores are
-independent with zero mean, so their variances add and decay with the squares,
+``balance`` runs once a policy.  Where many formats share a window and the state is large (a whole network's scans),
+the linear part of it is enough: errors of distinct stores are independent with zero mean, so their variances add and
+decay with the squares,
 
     c <- a_t^2 c,   at a store: c <- c + m,   at an output: sum_k q_k^2 c_k,
 
 with m the variance of a rounding of relative size 1.  That variance follows the element's own square for unscaled
 formats and the mean square of its row for scaled ones, because a shared scale spreads the error over its block.  The
-read copy's error is renewed at each flush and only decays in between.  Each is linear in eps^2, so one pass over the
-reference serves every format of a window.  What is left out: the noise that errors add to m itself, so an error beyond
-the state's own size is underestimated, and rounding errors that are correlated (a state that no longer changes).
+read copy's error is renewed at each flush and only decays in between.  Each is linear in eps^2.  Left out, beside what
+``balance`` leaves out: the noise that errors add to m itself, error feedback, and everything but the stores.
 """
 
 from dataclasses import dataclass, field
 
 import torch
 
+from quantlab.drift.rounding_noise import spread_block
 from quantlab.formats import Format
 
 
@@ -56,8 +56,8 @@ class Gain:
 
 
 def is_scaled(format: Format) -> bool:
-    """Whether values share a scale."""
-    return format.recipe is not None
+    """Whether values share a scale, so that a store spreads its error over them."""
+    return spread_block(format) is not None
 
 
 def relative_rounding_error(format: Format, states: torch.Tensor, seed: int = 0) -> float:

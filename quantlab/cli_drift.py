@@ -1,0 +1,264 @@
+"""``quantlab drift``: the error of policies per decoded token, on one stream."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quantlab.cli_attribute import attribute_policies, check_alone
+from quantlab.errors import InputError
+from quantlab.terminal import print_json, print_table, progress
+
+if TYPE_CHECKING:
+    from quantlab.drift import Stream, StreamSource
+    from quantlab.schemes import Policy
+
+EPILOG = "Example: [bold]quantlab drift --family gated_delta --alpha 0.99 -p fp32/nvfp4@16 -p nvfp4@1[/bold]"
+# What a stream file decides, so that it cannot be asked for beside one.
+_MADE_ONLY = (
+    "family",
+    "alpha",
+    "steps",
+    "heads",
+    "sequences",
+    "preset",
+    "beta",
+    "key_heads",
+    "value_dim",
+    "key_dim",
+    "negative_eigenvalues",
+)
+_COLUMNS = {
+    "policy": "policy",
+    "status": "status",
+    "state_error": "state error",
+    "read_error": "read error",
+    "output_error": "output error",
+    "predicted_output_error": "predicted",
+    "growth_exponent": "growth",
+    "growth_ci": "95 % interval",
+    "exercised": "exercised",
+    "bits_per_value": "bits/value",
+    "bytes_per_token": "bytes/token",
+}
+_KEYS = (
+    *(key for key in _COLUMNS if key not in ("policy", "status")),
+    "predicted_state_error",
+    "output_bias",
+    "diverged_at",
+    "effective_policy",
+    "stream_hash",
+    "warning",
+    "prediction_note",
+)
+
+
+def drift(
+    context: typer.Context,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy", "-p", help="Policy text, e.g. fp32/nvfp4@16; repeat for several.", metavar="POLICY"
+        ),
+    ] = None,
+    family: Annotated[
+        str, typer.Option("--family", help="gated_delta, kimi_delta, mamba2 or mamba1.")
+    ] = "gated_delta",
+    alpha: Annotated[
+        float | None,
+        typer.Option(help="Decay per step of every head (preset evidence); default: realistic heads."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Decoded tokens.", min=1)] = 1024,
+    heads: Annotated[int, typer.Option(help="Heads of the layer.", min=1)] = 8,
+    sequences: Annotated[int, typer.Option(help="Independent sequences.", min=1)] = 2,
+    seed: Annotated[
+        int, typer.Option(help="Of the stream and of stochastic rounding.", min=0, max=2**63 - 1)
+    ] = 0,
+    preset: Annotated[str | None, typer.Option(help="evidence, realistic or near.")] = None,
+    beta: Annotated[
+        float | None, typer.Option(help="Constant write strength (delta rules, presets evidence and near).")
+    ] = None,
+    negative_eigenvalues: Annotated[
+        bool, typer.Option("--negative-eigenvalues", help="Write strengths twice as large (delta rules).")
+    ] = False,
+    key_heads: Annotated[
+        int | None, typer.Option(help="Key heads, a divisor of the heads (default: as many).", min=1)
+    ] = None,
+    value_dim: Annotated[int | None, typer.Option(help="Value dim of a head.", min=1)] = None,
+    key_dim: Annotated[int | None, typer.Option(help="Key dim of a head.", min=1)] = None,
+    turn: Annotated[
+        int | None, typer.Option(help="Tokens of a turn; at its end every state is flushed.", min=1)
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(help="Tokens taken at once, as a prefill chunk, instead of one.", min=1)
+    ] = None,
+    stream: Annotated[Path | None, typer.Option(help="A stream file instead of a made stream.")] = None,
+    save_stream: Annotated[Path | None, typer.Option(help="Also write the stream to this file.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Folder for records and for every step as Parquet; runs of any length."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Worker processes with --output (default: all cores).", min=1)
+    ] = None,
+    attribute: Annotated[
+        bool, typer.Option("--attribute", help="The parts of each policy one at a time, and their shares.")
+    ] = False,
+    suspect: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --attribute: a site (beta, k.fp16), store=bf16, dot=tf32, dt_clamp=0.1 ...; repeat."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line instead of a table.")
+    ] = False,
+) -> None:
+    """Measure the error of policies per decoded token, on one stream, beside a float64 shadow.
+
+    With --output the stream is made, or read, block by block and no step stays in memory; a made stream then has other
+    values than without it.  The same command goes on with the policies that have no record yet.
+    """
+    import torch
+
+    from quantlab import drift as drifts
+    from quantlab.schemes import check_policy_fits, parse_policy
+
+    # One thread unless OMP_NUM_THREADS says otherwise: states are small, and more threads wait for each other.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    policies = list(dict.fromkeys(parse_policy(text) for text in policy or ["fp32@1"]))
+    if stream is not None:
+        for name in _MADE_ONLY:
+            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
+                raise InputError(name, context.params[name], "nothing, as the stream file decides it")
+    if output is None and workers is not None:
+        raise InputError("workers", workers, "--output, without which there is one process")
+    if output is not None and save_stream is not None:
+        raise InputError("save_stream", str(save_stream), "no --output, with which no stream is in memory")
+    if attribute:
+        check_alone({"output": output, "turn": turn, "chunk": chunk})
+    elif suspect:
+        raise InputError("suspect", suspect[0], "--attribute")
+    settings = {"seed": seed, "turn": turn, "chunk": chunk}
+    options: dict[str, Any] = {
+        "preset": preset,
+        "heads": heads,
+        "steps": steps,
+        "alpha": alpha,
+        "seed": seed,
+        "sequences": sequences,
+        "key_heads": key_heads,
+        "value_dim": value_dim,
+        "key_dim": key_dim,
+        "beta": beta,
+        "negative_eigenvalues": negative_eigenvalues,
+    }
+    if output is not None:
+        if stream is not None:
+            source = drifts.open_source({"file": str(stream)})
+            description: dict[str, Any] = {"file": str(stream), "hash": source.hash}
+        else:
+            source = drifts.block_stream(family, **options)
+            description = {"family": family, **source.meta}
+        for parsed in policies:
+            check_policy_fits(parsed, source.family)
+        rows = _run_and_store(source, description, policies, settings, output, workers)
+        digest = rows[0]["stream_hash"]
+    else:
+        source = drifts.synthetic_stream(family, **options) if stream is None else drifts.load_stream(stream)
+        for parsed in policies:
+            check_policy_fits(parsed, source.family)
+        if save_stream is not None:
+            drifts.save_stream(source, save_stream)
+        if attribute:
+            attribute_policies(source, policies, suspect, seed, as_json=as_json)
+            return
+        rows, digest = _run_in_memory(source, policies, settings)
+    if as_json:
+        print_json(rows)
+        return
+    title = f"{source.family}, {source.steps} steps, {source.heads} heads x {source.batch}, stream {digest}"
+    print_table(title, rows, list(_COLUMNS), _COLUMNS)
+    for row in rows:
+        for key in ("warning", "prediction_note"):
+            if row[key]:
+                typer.echo(f"{row['policy']}: {row[key]}")
+    if output is not None:
+        typer.echo(f"records: {output / 'records'}")
+
+
+def _row(policy: "Policy", status: str, metrics: dict[str, Any]) -> dict[str, Any]:
+    return {"policy": str(policy), "status": status} | {key: metrics[key] for key in _KEYS}
+
+
+def _run_in_memory(
+    stream: "Stream", policies: "list[Policy]", settings: dict[str, Any]
+) -> tuple[list[dict[str, Any]], str]:
+    from quantlab.drift import run_drift
+
+    with progress(f"{stream.steps} steps", stream.steps) as advance:
+        result = run_drift(stream, policies, on_step=advance, **settings)
+    return [_row(run.policy, run.status, result.metrics(run)) for run in result.runs], result.stream_hash
+
+
+def _run_and_store(
+    source: "StreamSource",
+    description: dict[str, Any],
+    policies: "list[Policy]",
+    settings: dict[str, Any],
+    output: Path,
+    workers: int | None,
+) -> list[dict[str, Any]]:
+    """Rows of all policies; those without a record of this stream in ``output`` are run and stored."""
+    import torch
+
+    from quantlab.drift import run_long
+    from quantlab.drift.point import result_of
+    from quantlab.records import (
+        check_output_folder,
+        complete_record,
+        load_record,
+        protocol_fingerprint,
+        record_path,
+        remove_stale,
+        save_record,
+    )
+    from quantlab.sweep.environment import capture_environment
+
+    folder = check_output_folder(output.resolve() / "records")
+    remove_stale(folder)
+    drawn = {"rounding_seed": settings["seed"]} if settings["seed"] else {}
+    drawn |= {name: settings[name] for name in ("turn", "chunk") if settings[name] is not None}
+    points = {
+        policy: {"kind": "drift", "stream": description, "policy": str(policy), **drawn}
+        for policy in policies
+    }
+    paths = {policy: record_path(folder, point) for policy, point in points.items()}
+    records = {policy: load_record(path) for policy, path in paths.items() if path.exists()}
+    fingerprint = protocol_fingerprint("drift")
+    records = {
+        policy: record
+        for policy, record in records.items()
+        if record["status"] != "failed" and record["protocol"] == fingerprint
+    }
+    missing = [policy for policy in policies if policy not in records]
+    if missing:
+        series = {policy: paths[policy].with_suffix(".parquet") for policy in missing}
+        processes = workers or len(os.sched_getaffinity(0))
+        with progress(f"{source.steps} steps", source.steps) as advance:
+            try:
+                result = run_long(
+                    source, missing, series=series, processes=processes, on_step=advance, **settings
+                )
+            finally:
+                remove_stale(folder)
+        environment = capture_environment(torch.get_num_threads())
+        for run, seconds in zip(result.runs, result.seconds, strict=True):
+            found = result_of(run, result.metrics(run)) | {"series": series[run.policy].name}
+            record = complete_record(points[run.policy], found, environment=environment, seconds=seconds)
+            save_record(folder, record)
+            records[run.policy] = record
+    return [_row(policy, records[policy]["status"], records[policy]["metrics"]) for policy in policies]

@@ -1,0 +1,269 @@
+"""The heads of a Hugging Face folder: from its weights where they are there, else as the layers are initialised.
+
+Only config.json, and of safetensors files only A_log and dt_bias, are read; no model is built.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantlab.drift.heads import HeadStatistics, heads_of_gates
+from quantlab.errors import InputError, unknown_name
+from quantlab.recurrences import DecayAxis, get_recurrence
+
+SEED = 23
+SMALLEST_STEP = 1e-4
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Recurrent layers of a config: how many, and the sizes of each."""
+
+    layers: int
+    heads: int
+    value_dim: int
+    key_dim: int
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """What a ``model_type`` of a config means.
+
+    family: of its recurrence.  shape: reads the sizes.  rates(generator, shape) -> exp(A_log); steps(...) -> dt at
+    zero input: how the published layer initialises them.  law: the same in words.
+    """
+
+    family: str
+    shape: Callable[[dict[str, Any]], LayerShape]
+    rates: Callable[[np.random.Generator, LayerShape], np.ndarray]
+    steps: Callable[[np.random.Generator, LayerShape], np.ndarray]
+    law: str
+
+
+def _uniform_rates(low: float, high: float):
+    return lambda generator, s: generator.uniform(low, high, s.heads)
+
+
+def _counted_rates(generator: np.random.Generator, s: LayerShape) -> np.ndarray:
+    return np.arange(1.0, s.heads + 1)
+
+
+def _channel_rates(generator: np.random.Generator, s: LayerShape) -> np.ndarray:
+    return np.broadcast_to(np.arange(1.0, s.key_dim + 1), (1, s.value_dim, s.key_dim))
+
+
+def _log_uniform(generator: np.random.Generator, *shape: int) -> np.ndarray:
+    return np.maximum(np.exp(generator.uniform(math.log(1e-3), math.log(1e-1), shape)), SMALLEST_STEP)
+
+
+def _unit_bias(generator: np.random.Generator, s: LayerShape) -> np.ndarray:
+    return np.full(s.heads, math.log1p(math.e))
+
+
+def _head_steps(generator: np.random.Generator, s: LayerShape) -> np.ndarray:
+    return _log_uniform(generator, s.heads)
+
+
+def _key_steps(generator: np.random.Generator, s: LayerShape) -> np.ndarray:
+    return _log_uniform(generator, s.heads, s.key_dim)
+
+
+def _value_steps(generator: np.random.Generator, s: LayerShape) -> np.ndarray:
+    return _log_uniform(generator, 1, s.value_dim)
+
+
+def _count(config: dict[str, Any], names: tuple[str, ...], *keys: str) -> int:
+    """Layers of a list in the config that are called one of ``names``; all layers where there is no list."""
+    for key in keys:
+        listed = config.get(key)
+        if isinstance(listed, (list, str)):
+            return sum(entry in names for entry in listed)
+    return int(config["num_hidden_layers"])
+
+
+def _mamba2(config: dict[str, Any]) -> LayerShape:
+    return LayerShape(
+        config["num_hidden_layers"], config["num_heads"], config["head_dim"], config["state_size"]
+    )
+
+
+def _nemotron(config: dict[str, Any]) -> LayerShape:
+    layers = _count(config, ("mamba", "M"), "layers_block_type", "hybrid_override_pattern")
+    return LayerShape(layers, config["mamba_num_heads"], config["mamba_head_dim"], config["ssm_state_size"])
+
+
+def _bamba(config: dict[str, Any]) -> LayerShape:
+    heads = config.get("mamba_n_heads") or config["n_mamba_heads"]
+    inner = config.get("mamba_d_ssm") or config.get("mamba_expand", 2) * config["hidden_size"]
+    value_dim = config.get("mamba_d_head") or config.get("mamba_headdim") or "auto"
+    value_dim = inner // heads if value_dim == "auto" else value_dim
+    layers = _count(config, ("mamba", "hybrid"), "layers_block_type", "layer_types")
+    attention = config.get("attn_layer_indices")
+    if isinstance(attention, list):
+        layers -= len(attention)
+    return LayerShape(layers, heads, int(value_dim), config["mamba_d_state"])
+
+
+def _gated_delta(config: dict[str, Any]) -> LayerShape:
+    return LayerShape(
+        _count(config, ("linear_attention",), "layer_types"),
+        config["linear_num_value_heads"],
+        config["linear_value_head_dim"],
+        config["linear_key_head_dim"],
+    )
+
+
+def _kimi(config: dict[str, Any]) -> LayerShape:
+    nested = config.get("linear_attn_config") or {}
+    heads = nested.get("num_heads") or config["linear_num_heads"]
+    dim = nested.get("head_dim") or config["linear_head_dim"]
+    listed = nested.get("kda_layers")
+    layers = len(listed) if listed else _count(config, ("linear_attention", "kda"), "layer_types")
+    return LayerShape(layers, heads, dim, dim)
+
+
+def _mamba1(config: dict[str, Any]) -> LayerShape:
+    inner = config.get("intermediate_size")
+    if "mamba_d_state" in config:
+        inner = config.get("mamba_expand", 2) * config["hidden_size"]
+    inner = inner or config.get("expand", 2) * config["hidden_size"]
+    state = config.get("mamba_d_state") or config.get("state_size", 16)
+    layers = _count(config, ("mamba",), "layers_block_type", "layer_types")
+    if "attn_layer_period" in config and "layers_block_type" not in config:
+        layers -= len(range(config["attn_layer_offset"], layers, config["attn_layer_period"]))
+    return LayerShape(layers, 1, inner, state)
+
+
+_DT = "dt log-uniform in [1e-3, 1e-1]"
+_MAMBA2 = ModelType("mamba2", _mamba2, _counted_rates, _head_steps, f"A = 1 .. heads, {_DT}")
+_BAMBA = ModelType("mamba2", _bamba, _counted_rates, _unit_bias, "A = 1 .. heads, dt_bias = 1")
+_QWEN = ModelType(
+    "gated_delta", _gated_delta, _uniform_rates(0.01, 16), _unit_bias, "A ~ U(0.01, 16), dt_bias = 1"
+)
+_MAMBA1 = ModelType("mamba1", _mamba1, _channel_rates, _value_steps, f"A = 1 .. state size, {_DT}")
+MODEL_TYPES: dict[str, ModelType] = {
+    "mamba2": _MAMBA2,
+    "nemotron_h": ModelType("mamba2", _nemotron, _counted_rates, _head_steps, _MAMBA2.law),
+    "zamba2": ModelType("mamba2", _bamba, _counted_rates, _head_steps, _MAMBA2.law),
+    "bamba": _BAMBA,
+    "falcon_h1": _BAMBA,
+    "granitemoehybrid": _BAMBA,
+    "qwen3_next": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_text": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "qwen3_5_moe_text": _QWEN,
+    "olmo_hybrid": ModelType(
+        "gated_delta", _gated_delta, _uniform_rates(1e-3, 16), _head_steps, f"A ~ U(0, 16), {_DT}"
+    ),
+    "kimi_linear": ModelType(
+        "kimi_delta", _kimi, _uniform_rates(1, 16), _key_steps, f"A ~ U(1, 16), {_DT} a channel"
+    ),
+    "mamba": _MAMBA1,
+    "falcon_mamba": _MAMBA1,
+    "jamba": _MAMBA1,
+}
+"""By the ``model_type`` of a config."""
+
+
+def heads_of_folder(folder: Path, gate_spread: float = 0.0) -> HeadStatistics:
+    """Statistics of every recurrent head of a Hugging Face folder, one batch of heads over all layers.
+
+    With A_log and dt_bias (mamba1: dt_proj.bias) in its safetensors files these; else the initial distribution of the
+    layer, which forgets far faster than what training makes of it.  mamba1: a head is a layer, d_inner x state size.
+    gate_spread: as in ``heads_of_gates``.  Raises InputError for a folder without a readable config of a known
+    ``model_type``, and for weights that do not fit it.
+    """
+    config = _config(folder)
+    name = config.get("model_type")
+    if name not in MODEL_TYPES:
+        raise unknown_name("model_type", str(name), MODEL_TYPES)
+    kind = MODEL_TYPES[name]
+    try:
+        shape = kind.shape(config)
+    except (KeyError, TypeError) as error:
+        raise InputError("config", str(folder), f"a config of {name} with {error}") from None
+    found = _weights(folder, kind, shape)
+    if found:
+        source = f"A_log and dt_bias of {len(found)} layers in {folder.name}"
+    else:
+        generator = np.random.default_rng(SEED)
+        found = {}
+        for layer in range(shape.layers):
+            rates, steps = kind.rates(generator, shape), kind.steps(generator, shape)
+            bias = torch.from_numpy(np.log(np.expm1(steps)))
+            found[f"layer {layer}"] = (torch.from_numpy(np.log(rates)), bias)
+        source = (
+            f"no weights in {folder.name}, so the initial distribution of {name}: {kind.law}; training makes it"
+            " remember far longer"
+        )
+    if not found:
+        raise InputError("config", str(folder), "at least one recurrent layer")
+    a_log = torch.cat([a for a, _ in found.values()])
+    bias = torch.cat([b for _, b in found.values()])
+    names = tuple(f"{layer}, head {h}" for layer, (a, _) in found.items() for h in range(len(a)))
+    return heads_of_gates(
+        kind.family,
+        a_log,
+        bias,
+        gate_spread=gate_spread,
+        value_dim=shape.value_dim,
+        key_dim=shape.key_dim,
+        source=source,
+        names=names,
+    )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError):
+        raise InputError("config", str(folder), "a folder with a readable config.json") from None
+    if not isinstance(config, dict):
+        raise InputError("config", str(path), "a JSON object")
+    text = config.get("text_config")
+    return text if isinstance(text, dict) and "model_type" in text else config
+
+
+def _weights(folder: Path, kind: ModelType, shape: LayerShape) -> dict[str, tuple[Tensor, Tensor]]:
+    """A_log and dt_bias by layer, shaped as ``heads_of_gates`` takes them; empty without weights."""
+    from safetensors import SafetensorError, safe_open
+
+    axis = get_recurrence(kind.family).axis
+    bias_name = "dt_proj.bias" if axis is DecayAxis.ELEMENT else "dt_bias"
+    a_shape: tuple[int, ...] = (shape.heads,)
+    bias_shape: tuple[int, ...] = (shape.heads,)
+    if axis is DecayAxis.KEY:
+        bias_shape = (shape.heads, shape.key_dim)
+    elif axis is DecayAxis.ELEMENT:
+        a_shape, bias_shape = (1, shape.value_dim, shape.key_dim), (1, shape.value_dim)
+    parts: dict[str, dict[str, Tensor]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (not a dict)
+                    for part, wanted in (("A_log", a_shape), (bias_name, bias_shape)):
+                        if name.endswith("." + part):
+                            value = file.get_tensor(name).double()
+                            if value.numel() != math.prod(wanted):
+                                raise InputError(name, tuple(value.shape), f"shape {wanted} for this config")
+                            parts.setdefault(name[: -len(part) - 1], {})[part] = value.reshape(wanted)
+        except (SafetensorError, OSError):
+            raise InputError("config", str(path), "a readable safetensors file") from None
+    complete = {name: pair for name, pair in parts.items() if len(pair) == 2}
+    order = sorted(complete, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])
+    return {_layer_name(name): (complete[name]["A_log"], complete[name][bias_name]) for name in order}
+
+
+def _layer_name(prefix: str) -> str:
+    numbers = re.findall(r"\d+", prefix)
+    return f"layer {numbers[0]}" if len(numbers) == 1 else prefix
