@@ -178,7 +178,15 @@ def read_tokens(
             outputs = window_read(recurrence, base, records, since, q)
         d = _deltas(recurrence, k, predicted, tokens.v, tokens.log_decay, tokens.beta, write)
     within = pair_scores(recurrence, q, k, tokens.log_decay)
-    return d, (outputs + torch.matmul(within, d.transpose(1, 2))).transpose(1, 2)
+    return d, (outputs + _causal(within, d.transpose(1, 2))).transpose(1, 2)
+
+
+def _causal(weights: Tensor, values: Tensor) -> Tensor:
+    """Lower triangular (..., T, T) @ values (..., T, value_dim); what is not finite reaches no earlier token."""
+    if weights.shape[-1] == 1 or bool(torch.isfinite(values).all()):
+        return torch.matmul(weights, values)
+    reached = (~torch.isfinite(values)).cumsum(-2) > 0
+    return torch.matmul(weights, values.masked_fill(reached, 0.0)).masked_fill(reached, torch.nan)
 
 
 def _stepped(

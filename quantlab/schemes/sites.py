@@ -1,6 +1,7 @@
 """Extra rounding sites: places where engines and kernels round on the way, each switchable on its own.
 
 ``fp32@1:sites=beta+k.fp16`` rounds the write strength through bfloat16 (the default) and the key through float16.
+They act on decoded tokens; of a prefill chunk, on its inputs and outputs (beta, gate, decay, q, k, v, output).
 """
 
 import torch

@@ -108,8 +108,8 @@ class DecodeState(StateRows):
         at = lengths.nonzero()[:, 0]
         if len(at) == 0:
             return outputs
-        if rows is not None or len(at) < self.batch:
-            rows = where[at]
+        # Rows that are all of them may still be named in another order.
+        rows = where[at] if rows is not None or len(at) < self.batch else None
         tokens = tokens.map(lambda t: t[at].detach().to(self.dtype))
         tokens = self._maths.entering(keep_first(tokens, lengths[at]), current=False)
         state, outputs[at] = self._maths.chunk(self._folded(rows), tokens, lengths[at])

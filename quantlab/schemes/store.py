@@ -98,8 +98,13 @@ class Store:
         self.write(dense, rows, rounded=False)
 
     def preview(self, dense: Tensor, rows: Tensor | None, held: "Preview | None") -> "Preview":
-        """What the next store would hold, stored nowhere; ``held`` is the store before it, if that is a preview too."""
-        self._refuse(dense)
+        """What the next store would hold, stored nowhere; ``held`` is the store before it, if that is a preview too.
+
+        A row that could not be stored is NaN: nobody has accepted it yet.
+        """
+        limit = torch.finfo(torch.float32).max if self.format.error_feedback is None else _RESIDUAL_ROOM
+        fine = (dense.abs() <= limit).flatten(1).all(1)[:, None, None, None]
+        dense = torch.where(fine, dense, 0.0)
         if held is None:
             residual, numbers, ids = self.residual, self.numbers, self.sequence_ids
             if rows is not None:
@@ -109,9 +114,10 @@ class Store:
             residual, numbers, ids = held.residual, held.numbers, held.sequence_ids
         if not self.format.error_feedback:
             decoded = self.format.round(dense, self._words(dense.shape, numbers + 1, ids)).to(self.dtype)
-            return Preview(decoded, None, numbers + 1, ids)
+            return Preview(torch.where(fine, decoded, torch.nan), None, numbers + 1, ids)
         encoded = self._encode(dense, residual, numbers + 1, ids)
-        return Preview(self._decode(encoded), encoded.residual, numbers + 1, ids)
+        decoded = torch.where(fine, self._decode(encoded), torch.nan)
+        return Preview(decoded, encoded.residual, numbers + 1, ids)
 
     def with_residual(self, held: Preview | None = None) -> Tensor:
         """Decoded + residual, of what is stored or of a preview: what that store was given, as far as it was kept."""
