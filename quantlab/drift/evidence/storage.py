@@ -8,7 +8,7 @@ import torch
 from quantlab.drift.evidence.case import Case, Figure, Measured, mean_over, pooled_over
 from quantlab.drift.evidence.streams import gdn, gdn_stream, output_errors, shadow, squared
 from quantlab.drift.measure import run_drift
-from quantlab.drift.predictor import rounding_noise
+from quantlab.drift.rounding_noise import rounding_noise
 from quantlab.drift.streams import Stream
 from quantlab.drift.synthetic import synthetic_stream
 from quantlab.formats import parse
