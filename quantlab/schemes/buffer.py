@@ -142,8 +142,9 @@ class WindowBuffer:
         return behind < (self.cursor + self.pending)[:, None]
 
     def ordered(self) -> dict[str, Tensor]:
-        """The fields (batch, window, ...), oldest record first; undefined behind each cursor."""
-        return self._ordered(None, min(self.window, self.capacity)) if self.fields else {}
+        """The fields (batch, window, ...) in one block of memory, oldest record first; undefined behind each cursor."""
+        found = self._ordered(None, min(self.window, self.capacity)) if self.fields else {}
+        return {name: value.contiguous() for name, value in found.items()}
 
     def _ordered(self, rows: Tensor | None, length: int) -> dict[str, Tensor]:
         origin = self.origin if rows is None else self.origin[rows]
