@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -28,6 +30,7 @@ def test_claims_prints_expected_measured_and_verdict():
     assert "B7 done, 1 of 2" in done.stderr or "B7 done, 2 of 2" in done.stderr
 
 
+@pytest.mark.slow
 def test_claims_as_json_and_as_a_list():
     done = quantlab("claims", "evidence", "B11", "--json")
     rows = [json.loads(line) for line in done.stdout.splitlines()]
