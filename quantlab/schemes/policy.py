@@ -9,6 +9,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 
 from quantlab import formats
 from quantlab.errors import InputError, unknown_name
@@ -101,6 +102,11 @@ def parse_policy(text: "str | Policy") -> Policy:
         return text
     if not isinstance(text, str) or text.count("@") != 1:
         raise InputError("policy", text, EXAMPLE)
+    return _parse(text)
+
+
+@lru_cache(maxsize=1024)
+def _parse(text: str) -> Policy:
     stores, _, rest = text.partition("@")
     window_text, *option_texts = rest.split(":")
     names = stores.split("/")

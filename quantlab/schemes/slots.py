@@ -238,15 +238,16 @@ class SlotPool:
     def _rows(self, slots: Slots, *, distinct: bool = True) -> Tensor:
         """Held slots as row numbers."""
         numbers = self._numbers(slots)
-        for slot in numbers.tolist():
+        named = numbers.tolist()
+        for slot in named:
             if not self.first <= slot < self.slots:
                 raise InputError("slot", slot, f"a slot from {self.first} to {self.slots - 1}")
             if not self._held[slot]:
                 held = int(self._held.sum())
                 expected = f"a slot that a sequence holds ({held} of {self.slots - self.first} are held)"
                 raise InputError("slot", f"{slot}, which is free", expected)
-        if distinct and len(numbers.unique()) != len(numbers):
-            raise InputError("slots", numbers.tolist(), "each slot at most once")
+        if distinct and len(set(named)) != len(named):
+            raise InputError("slots", named, "each slot at most once")
         return numbers
 
     def _free_slots(self, count: int) -> list[int]:
