@@ -61,7 +61,7 @@ def test_drift_reads_the_stream_it_saved(tmp_path):
 
 def test_explain_and_predict_and_formats():
     about = json.loads(quantlab("explain", "fp16+sr/nvfp4@16", "--json").stdout)
-    assert about["in_force"].endswith("contents=raw:key_read=copy:flush_read=exact")
+    assert ":contents=raw:key_read=copy:flush_read=exact:" in about["in_force"]
     rows = [json.loads(line) for line in quantlab("predict", "nvfp4@1", "--json").stdout.splitlines()]
     assert rows[0]["alpha 0.999"] == "inf"
     assert "nvfp4" in quantlab("formats").stdout
@@ -185,3 +185,10 @@ def test_termination_says_how_to_resume_and_leaves_whole_records(tmp_path):
     assert "Traceback" not in errors
     assert 0 < len(load_records(tmp_path / "out" / "records")) < 60
     assert not list(tmp_path.glob("out/records/.*"))
+
+
+def test_a_drift_with_turns_has_no_prediction_and_says_so_once():
+    done = quantlab("drift", "--turn", "8", "--steps", "16", "--heads", "1", "-p", "int8@1", "-p", "int8@4")
+    assert done.stdout.splitlines()[-1] == "No prediction: there is none with --turn."
+    assert "nan" not in done.stdout
+    assert done.stdout.count("prediction") == 1
