@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from quantlab import cli
 from quantlab.cli import app
 from quantlab.records import load_records
 
@@ -59,12 +60,18 @@ def test_drift_reads_the_stream_it_saved(tmp_path):
     assert json.loads(made.stdout) == json.loads(read.stdout)
 
 
-def test_explain_and_predict_and_formats():
-    about = json.loads(quantlab("explain", "fp16+sr/nvfp4@16", "--json").stdout)
-    assert ":contents=raw:key_read=copy:flush_read=exact:" in about["in_force"]
-    rows = [json.loads(line) for line in quantlab("predict", "nvfp4@1", "--json").stdout.splitlines()]
+def test_explain_and_predict_and_formats(monkeypatch, capsys):
+    def printed(*arguments):
+        monkeypatch.setattr(sys, "argv", ["quantlab", *arguments])
+        with pytest.raises(SystemExit):
+            cli.main()
+        return capsys.readouterr().out
+
+    about = json.loads(printed("explain", "fp16+sr/nvfp4@16", "--json"))
+    assert "contents=raw:key_read=copy:flush_read=exact:current=exact" in about["in_force"]
+    rows = [json.loads(line) for line in printed("predict", "nvfp4@1", "--json").splitlines()]
     assert rows[0]["alpha 0.999"] == "inf"
-    assert "nvfp4" in quantlab("formats").stdout
+    assert "nvfp4" in printed("formats")
 
 
 @pytest.mark.parametrize(
@@ -108,15 +115,27 @@ def test_explain_and_predict_and_formats():
         ("eval --model nowhere --data x.csv", ["model", "nowhere"]),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(arguments, names, tmp_path):
-    done = quantlab(*arguments.split(), cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
+def test_bad_input_is_one_line_and_status_2(arguments, names, tmp_path, monkeypatch, capfd):
+    # In this process: a new one takes seconds to import torch, and nothing here depends on it.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["quantlab", *arguments.split()])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    stderr = capfd.readouterr().err
+    assert left.value.code == 2, stderr
     for name in names:
-        assert name in done.stderr
-    assert "Traceback" not in done.stderr
-    if done.stderr.startswith("error: "):
-        assert len(done.stderr.strip().splitlines()) == 1
+        assert name in stderr
+    assert "Traceback" not in stderr
+    if stderr.startswith("error: "):
+        assert len(stderr.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_leaves_the_process_with_status_2(tmp_path):
+    done = quantlab("drift", "-p", "fp33@1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: policy")
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_running_out_of_memory_or_disk_is_one_line(monkeypatch, capsys):

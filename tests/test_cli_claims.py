@@ -47,6 +47,7 @@ def test_a_measured_figure_has_the_digits_of_the_printed_one(value, expected, te
     assert _short(value, expected) == text
 
 
+@pytest.mark.slow
 def test_claims_as_json_and_as_a_list():
     done = quantlab("claims", "evidence", "B11", "--json")
     rows = [json.loads(line) for line in done.stdout.splitlines()]

@@ -87,6 +87,7 @@ def test_the_spread_is_that_of_one_unit():
     assert pooled.spread == pytest.approx(squares.std() / (2 * pooled.value), rel=0.05)
 
 
+@pytest.mark.slow
 def test_cases_run_in_processes():
     found = {case.name: len(rows) for case, rows in run_cases([get_case("B7"), get_case("B5")], workers=2)}
     assert found == {name: len(CASES[name].figures) for name in ("B5", "B7")}

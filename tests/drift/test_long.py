@@ -36,10 +36,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {"heads": 4, "sequences": 2, "steps": 300, "value_dim": 8, "key_dim": 16, "key_heads": 2, "seed": 5}
 CASES = [
     *((family, {"preset": "realistic"}) for family in sorted(RECURRENCES)),
-    *((family, {"alpha": 0.97}) for family in sorted(RECURRENCES)),
+    *(pytest.param(family, {"alpha": 0.97}, marks=pytest.mark.slow) for family in sorted(RECURRENCES)),
     ("gated_delta", {"preset": "near", "alpha": 0.97}),
-    ("kimi_delta", {"preset": "near", "alpha": 0.97}),
-    ("gated_delta", {"alpha": 0.97, "negative_eigenvalues": True}),
+    pytest.param("kimi_delta", {"preset": "near", "alpha": 0.97}, marks=pytest.mark.slow),
+    pytest.param("gated_delta", {"alpha": 0.97, "negative_eigenvalues": True}, marks=pytest.mark.slow),
 ]
 SHORT = SHAPE | {"steps": 70}
 # Errors of every kind: small, large, never read back, stochastic, without a prediction.
@@ -122,6 +122,7 @@ def test_the_length_of_blocks_changes_no_number(length, monkeypatch):
         np.testing.assert_array_equal(other.output_error, run.output_error)
 
 
+@pytest.mark.slow
 def test_processes_change_no_number():
     source = block_stream("gated_delta", **SHORT | {"alpha": 0.97})
     seen = []
@@ -383,7 +384,7 @@ def visible(folder):
     return [path for path in folder.glob("records/*") if not path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_run_leaves_no_partial_output_and_runs_again(workers, tmp_path):
     from quantlab.records import load_records
 
@@ -416,6 +417,7 @@ def test_a_killed_run_leaves_no_partial_output_and_runs_again(workers, tmp_path)
     assert list(tmp_path.glob("records/.*")) == []
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_where_records_are_missing(tmp_path):
     first, _ = drift(tmp_path, "--steps", 40).communicate()
     written = {path: path.stat().st_mtime_ns for path in visible(tmp_path)}

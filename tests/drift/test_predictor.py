@@ -179,7 +179,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("family", ["gated_delta", "mamba2"])
+@pytest.mark.parametrize("family", ["gated_delta", pytest.param("mamba2", marks=pytest.mark.slow)])
 def test_every_noise_source_against_a_direct_simulation(source, family):
     """Each alone, so that a source whose formula is missing or doubled leaves the band.
 
@@ -235,7 +235,10 @@ def test_the_buffer_sets_the_floor_of_replay():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("alpha", [0.9, 0.99, 0.999])
+@pytest.mark.parametrize(
+    "alpha",
+    [pytest.param(0.9, marks=pytest.mark.slow), 0.99, pytest.param(0.999, marks=pytest.mark.slow)],
+)
 def test_predictions_hold_for_every_family(family, alpha):
     """The noise grows with 1 / (1 - rho); runs that start at zero are not stationary, and the balance knows it."""
     policies = ["fp32@1", "bf16@1", "int8@1", "int8+ef@1", "int8+sr@4", "fp8@16", "nvfp4@16", "fp32/nvfp4@16"]
