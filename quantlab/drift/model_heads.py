@@ -113,12 +113,9 @@ def _bamba(config: dict[str, Any]) -> LayerShape:
 
 
 def _gated_delta(config: dict[str, Any]) -> LayerShape:
-    layers, interval = (
-        _count(config, ("linear_attention",), "layer_types"),
-        config.get("full_attention_interval"),
-    )
-    if interval and "layer_types" not in config:
-        layers -= layers // int(interval)  # every interval-th layer is full attention
+    layers = _count(config, ("linear_attention",), "layer_types")
+    if "layer_types" not in config:
+        layers -= layers // int(config["full_attention_interval"])  # every so many layers are full attention
     return LayerShape(
         layers,
         config["linear_num_value_heads"],

@@ -259,6 +259,7 @@ def test_weights_are_read_where_they_are(tmp_path):
         ("[]", "JSON object"),
         ("{", "expected JSON: Expecting property name"),
         ('{"model_type": "mamba2"}', "num_"),
+        ('{"model_type": "olmo_hybrid", "num_hidden_layers": 4}', "full_attention_interval"),
     ],
 )
 def test_folders_that_cannot_be_read(tmp_path, text, says):
