@@ -23,6 +23,9 @@ _COLUMNS = {
 }
 
 
+_NARROW = ["suspect", "output_error", "state_error", "share"]
+
+
 def attribute_policies(
     stream: "Stream", policies: "list[Policy]", suspects: list[str] | None, seed: int, *, as_json: bool
 ) -> None:
@@ -50,7 +53,8 @@ def attribute_policies(
         for row in rows:
             row["share"] = None if row["share"] is None else f"{row['share']:.2%}"
         title = f"{stream.family}, {stream.steps} steps, {stream.heads} heads x {stream.batch}, {policy}"
-        print_table(title, rows, list(_COLUMNS), _COLUMNS)
+        selections = [_NARROW] if all(row["status"] == "ok" for row in rows) else []
+        print_table(title, rows, list(_COLUMNS), _COLUMNS, (), *selections)
         if in_parts:
             whole, sum_of_parts = ladder.whole.output_error, ladder.quadrature
             independent = abs(sum_of_parts - whole) <= INTERACTION * whole

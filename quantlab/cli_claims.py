@@ -1,6 +1,7 @@
 """``quantlab claims``: what others have published, measured again."""
 
 import os
+import re
 import sys
 import textwrap
 import time
@@ -33,7 +34,7 @@ def evidence(
     ] = None,
     full: Annotated[
         bool,
-        typer.Option("--full", help="More sequences and longer runs: sharper verdicts, four times as long."),
+        typer.Option("--full", help="More sequences and draws, mostly four times as many: sharper verdicts."),
     ] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Name the cases, run none.")] = False,
     workers: Annotated[int | None, typer.Option(help="Worker processes (default: all cores).", min=1)] = None,
@@ -80,10 +81,13 @@ def evidence(
     columns = ["case", "figure", "expected", "measured", "tolerance", "verdict"]
     names = {"tolerance": "within"}
     shown = [
-        row | {"measured": _short(row["measured"]), "tolerance": _short(row["tolerance"])} for row in rows
+        row
+        | {"measured": _short(row["measured"], str(row["expected"])), "tolerance": _short(row["tolerance"])}
+        for row in rows
     ]
     right = ("expected", "measured", "tolerance")
-    print_table("Public figures, measured again", shown, columns, names, right)
+    narrow = [column for column in columns if column != "tolerance"]
+    print_table("Public figures, measured again", shown, columns, names, right, narrow)
     # One explanation for the figures that share it.
     remarks: dict[tuple[object, object], list[str]] = {}
     for row in rows:
@@ -102,6 +106,10 @@ def evidence(
     typer.echo(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
 
 
-def _short(value: object) -> str | None:
-    """Three digits in at most eight places."""
-    return None if value is None else f"{float(str(value)):.3g}"
+def _short(value: object, like: str = "") -> str | None:
+    """Three digits, or as many as the number in ``like`` is printed with."""
+    if value is None:
+        return None
+    mantissa = re.search(r"\d+\.?\d*|\.\d+", like)
+    printed = len(mantissa[0].replace(".", "").lstrip("0")) if mantissa else 0
+    return f"{float(str(value)):.{max(3, printed)}g}"

@@ -1,5 +1,6 @@
 """``quantlab drift``: the error of policies per decoded token, on one stream."""
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,7 +9,7 @@ import typer
 
 from quantlab.cli_attribute import attribute_policies, check_alone
 from quantlab.errors import InputError
-from quantlab.terminal import print_json, print_table, progress
+from quantlab.terminal import print_json, print_table, print_wrapped, progress
 
 if TYPE_CHECKING:
     from quantlab.drift import Stream, StreamSource
@@ -42,6 +43,16 @@ _COLUMNS = {
     "bits_per_value": "bits/value",
     "bytes_per_token": "bytes/token",
 }
+_NARROW = [
+    "policy",
+    "status",
+    "output_error",
+    "predicted_output_error",
+    "growth_exponent",
+    "bits_per_value",
+    "bytes_per_token",
+]
+_NARROWEST = ["policy", "output_error", "predicted_output_error", "growth_exponent", "bytes_per_token"]
 _KEYS = (
     *(key for key in _COLUMNS if key not in ("policy", "status")),
     "predicted_state_error",
@@ -67,7 +78,9 @@ def drift(
     ] = "gated_delta",
     alpha: Annotated[
         float | None,
-        typer.Option(help="Decay per step of every head (preset evidence); default: realistic heads."),
+        typer.Option(
+            help="Decay per step of every head (presets evidence and near); default: realistic heads."
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Decoded tokens.", min=1)] = 1024,
     heads: Annotated[int, typer.Option(help="Heads of the layer.", min=1)] = 8,
@@ -75,7 +88,9 @@ def drift(
     seed: Annotated[
         int, typer.Option(help="Of the stream and of stochastic rounding.", min=0, max=2**63 - 1)
     ] = 0,
-    preset: Annotated[str | None, typer.Option(help="evidence, realistic or near.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="evidence (default with --alpha), realistic (default) or near.")
+    ] = None,
     beta: Annotated[
         float | None, typer.Option(help="Constant write strength (delta rules, presets evidence and near).")
     ] = None,
@@ -85,8 +100,12 @@ def drift(
     key_heads: Annotated[
         int | None, typer.Option(help="Key heads, a divisor of the heads (default: as many).", min=1)
     ] = None,
-    value_dim: Annotated[int | None, typer.Option(help="Value dim of a head.", min=1)] = None,
-    key_dim: Annotated[int | None, typer.Option(help="Key dim of a head.", min=1)] = None,
+    value_dim: Annotated[
+        int | None, typer.Option(help="Value dim of a head (default: 128; Mamba 64).", min=1)
+    ] = None,
+    key_dim: Annotated[
+        int | None, typer.Option(help="Key dim of a head (default: 128; mamba1 16).", min=1)
+    ] = None,
     turn: Annotated[
         int | None, typer.Option(help="Tokens of a turn; at its end every state is flushed.", min=1)
     ] = None,
@@ -181,13 +200,24 @@ def drift(
         print_json(rows)
         return
     title = f"{source.family}, {source.steps} steps, {source.heads} heads x {source.batch}, stream {digest}"
-    print_table(title, rows, list(_COLUMNS), _COLUMNS)
+    shown = [row | {"predicted_output_error": _finite(row["predicted_output_error"])} for row in rows]
+    # A narrow terminal may leave out the status only where it says nothing.
+    selections = [_NARROW, _NARROWEST] if all(row["status"] == "ok" for row in rows) else [_NARROW]
+    print_table(title, shown, list(_COLUMNS), _COLUMNS, (), *selections)
+    unpredicted = turn is not None or chunk is not None
     for row in rows:
-        for key in ("warning", "prediction_note"):
+        for key in ("warning",) if unpredicted else ("warning", "prediction_note"):
             if row[key]:
-                typer.echo(f"{row['policy']}: {row[key]}")
+                print_wrapped(f"{row['policy']}: {row[key]}")
+    if unpredicted:
+        print_wrapped(f"No prediction: there is none with {'--turn' if chunk is None else '--chunk'}.")
     if output is not None:
         typer.echo(f"records: {output / 'records'}")
+
+
+def _finite(value: float) -> float | None:
+    """None, which a table shows as "-", for a prediction that there is not."""
+    return None if math.isnan(value) else value
 
 
 def _row(policy: "Policy", status: str, metrics: dict[str, Any]) -> dict[str, Any]:

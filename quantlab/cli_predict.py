@@ -7,7 +7,7 @@ import numpy as np
 import typer
 
 from quantlab.errors import InputError
-from quantlab.terminal import print_json, print_table
+from quantlab.terminal import print_json, print_table, print_wrapped
 
 if TYPE_CHECKING:
     from quantlab.drift.heads import HeadStatistics
@@ -29,6 +29,8 @@ _COLUMNS = {
     "divergence": "divergence",
     "test_length": "test length",
 }
+_NARROW = ["policy", "group", "state_error", "output_error", "margin", "stagnation", "test_length"]
+_NARROWEST = ["policy", "group", "output_error", "margin"]
 
 
 def predict(
@@ -42,8 +44,12 @@ def predict(
     beta: Annotated[
         float | None, typer.Option(help="Constant write strength of a delta rule; default sigmoid(N(0, 1)).")
     ] = None,
-    key_dim: Annotated[int | None, typer.Option(help="Key dim of a head.", min=1)] = None,
-    value_dim: Annotated[int | None, typer.Option(help="Value dim of a head.", min=1)] = None,
+    key_dim: Annotated[
+        int | None, typer.Option(help="Key dim of a head (default: 128; mamba1 16).", min=1)
+    ] = None,
+    value_dim: Annotated[
+        int | None, typer.Option(help="Value dim of a head (default: 128; Mamba 64).", min=1)
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="Folder of a Hugging Face model: config.json, and weights if they are there."),
@@ -79,12 +85,11 @@ def predict(
         rows = [row | {"group": row["head"]} for risks in found for row in _per_head(heads, risks)]
     else:
         rows = [row for risks in found for row in _quantiles(heads, risks)]
-    print_table(
-        f"Predicted for {heads.family}, {heads.heads} head(s): long run", rows, list(_COLUMNS), _COLUMNS
-    )
-    typer.echo(f"Heads: {heads.source}.")
+    title = f"Predicted for {heads.family}, {heads.heads} head(s): long run"
+    print_table(title, rows, list(_COLUMNS), _COLUMNS, (), _NARROW, _NARROWEST)
+    print_wrapped(f"Heads: {heads.source}.")
     for line in _notes(heads, found, constant):
-        typer.echo(line)
+        print_wrapped(line)
 
 
 def _heads(
@@ -191,6 +196,10 @@ def _notes(heads: "HeadStatistics", found: "list[HeadRisks]", constant: bool) ->
         " is.  Headroom: powers of two to the largest number.  Divergence: tokens until two float32 implementations"
         " differ by half the rounding error.  Test length: tokens below which a comparison says nothing."
     ]
+    if not constant:
+        lines.append(
+            '"5% of heads": that share of the heads has this value or a smaller one, each column by itself.'
+        )
     if heads.largest is None:
         lines.append("Headroom takes v ~ N(0, 1) (Mamba: x and B too) and grows or shrinks with their size.")
     for risks in found:

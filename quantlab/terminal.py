@@ -37,43 +37,61 @@ def print_table(
     columns: list[str],
     names: dict[str, str] | None = None,
     right: Iterable[str] = (),
-    narrow: list[str] | None = None,
+    *narrow: list[str],
 ) -> None:
     """``rows`` as a table, as wide as it needs; on a narrow terminal, one block a row.
 
-    names: of the columns.  right: columns of text that are aligned like numbers.  narrow: the columns to keep
-    where all do not fit and these do.
+    names: of the columns.  right: columns of text that are aligned like numbers.  narrow: selections of the columns,
+    widest first; the first that fits is shown where all columns do not, and a line says what is left out.
     """
     from rich.console import Console
     from rich.measure import Measurement
+
+    labels, console = names or {}, Console()
+    for kept in (columns, *narrow):
+        table = _table(title, rows, kept, labels, set(right))
+        needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+        if not _is_terminal():
+            # A pipe has no width: give every column the room it needs.
+            Console(width=max(80, needed)).print(table)
+            return
+        if needed <= console.width:
+            console.print(table)
+            hidden = [labels.get(column, column) for column in columns if column not in kept]
+            if hidden:
+                print_wrapped(f"Not shown for want of width: {', '.join(hidden)}.")
+            return
+    # Numbers broken over lines cannot be read; a block a row fits everywhere.
+    width = max(len(labels.get(column, column)) for column in columns)
+    print(title)
+    for row in rows:
+        print()
+        for column in columns:
+            print(f"  {labels.get(column, column):<{width}}  {text_of(row.get(column))}")
+
+
+def _table(
+    title: str, rows: list[dict[str, Any]], columns: list[str], labels: dict[str, str], right: set[str]
+):
     from rich.table import Table
 
-    labels = names or {}
     table = Table(title=title, title_justify="left")
     for column in columns:
         number = all(isinstance(row.get(column), (int, float, type(None))) for row in rows)
-        table.add_column(
-            labels.get(column, column), justify="right" if number or column in right else "left", no_wrap=True
-        )
+        justify = "right" if number or column in right else "left"
+        table.add_column(labels.get(column, column), justify=justify, no_wrap=True)
     for row in rows:
         table.add_row(*(text_of(row.get(column)) for column in columns))
-    console = Console()
-    needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    return table
+
+
+def print_wrapped(text: str) -> None:
+    """A line of words, broken at the terminal's width; whole on a pipe."""
     if not _is_terminal():
-        # A pipe has no width: give every column the room it needs.
-        Console(width=max(80, needed)).print(table)
-    elif needed <= console.width:
-        console.print(table)
-    elif narrow is not None and narrow != columns:
-        print_table(title, rows, narrow, names, right)
-    else:
-        # Numbers broken over lines cannot be read; a block a row fits everywhere.
-        width = max(len(labels.get(column, column)) for column in columns)
-        print(title)
-        for row in rows:
-            print()
-            for column in columns:
-                print(f"  {labels.get(column, column):<{width}}  {text_of(row.get(column))}")
+        print(text)
+        return
+    width = max(40, min(shutil.get_terminal_size().columns, 140))
+    print(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False))
 
 
 def print_sections(sections: list[tuple[str, list[tuple[str, str]]]]) -> None:

@@ -204,3 +204,10 @@ def test_termination_says_how_to_resume_and_leaves_whole_records(tmp_path):
     assert "Traceback" not in errors
     assert 0 < len(load_records(tmp_path / "out" / "records")) < 60
     assert not list(tmp_path.glob("out/records/.*"))
+
+
+def test_a_drift_with_turns_has_no_prediction_and_says_so_once():
+    done = quantlab("drift", "--turn", "8", "--steps", "16", "--heads", "1", "-p", "int8@1", "-p", "int8@4")
+    assert done.stdout.splitlines()[-1] == "No prediction: there is none with --turn."
+    assert "nan" not in done.stdout
+    assert done.stdout.count("prediction") == 1

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from quantlab.cli_claims import _short
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -28,6 +30,21 @@ def test_claims_prints_expected_measured_and_verdict():
     )
     assert "0 disagree" in lines[-1]
     assert "B7 done, 1 of 2" in done.stderr or "B7 done, 2 of 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "text"),
+    [
+        (0.6224593312018546, "0.62245935", "0.62245933"),
+        (0.62109375, "= 0.62109375", "0.62109375"),
+        (2029.4, ">= 1000", "2029"),
+        (2.24e-7, "3e-7", "2.24e-07"),
+        (0.0063, ".0061", "0.0063"),
+        (None, "1", None),
+    ],
+)
+def test_a_measured_figure_has_the_digits_of_the_printed_one(value, expected, text):
+    assert _short(value, expected) == text
 
 
 @pytest.mark.slow

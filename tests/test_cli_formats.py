@@ -18,7 +18,7 @@ from quantlab.formats import parse, random_words
 from quantlab.formats.describe import describe
 from quantlab.formats.recipes import profiles_of
 from quantlab.formats.table import FORMATS
-from quantlab.terminal import print_sections
+from quantlab.terminal import print_sections, print_table
 
 NUMBERS = [0.1, -0.3, 3.0, 0.0, -5.5, 1e-6, 7.0]
 ALL = [
@@ -239,6 +239,24 @@ def test_the_table_fits_the_terminal(columns, present, monkeypatch):
     header = next(line for line in lines if "format" in line and "bits" in line)
     assert present in header
     assert ("kind" in header) == (columns == 140)
+
+
+@pytest.mark.parametrize(("columns", "hidden"), [(60, None), (80, "c, d"), (100, "d"), (140, "")])
+def test_the_widest_selection_that_fits_is_shown_and_says_what_it_hides(columns, hidden, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    row = {"a": "a" * 30, "b": "b" * 30, "c": "c" * 20, "d": "d" * 20}
+    print_table("title", [row], list(row), None, (), ["a", "b", "c"], ["a", "b"])
+    text = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+    assert max(map(len, text.splitlines())) <= columns
+    if hidden is None:  # a block a row, with everything in it
+        assert all(value in text for value in row.values())
+        assert "Not shown" not in text
+    else:
+        assert ("d" * 20 in text) == (hidden == "")
+        assert text.rstrip().endswith(f"Not shown for want of width: {hidden}.") == bool(hidden)
 
 
 @pytest.mark.parametrize("columns", [80, 140])

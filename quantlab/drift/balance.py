@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from quantlab.drift.noise_sources import TokenNoise, WriteNoise, token_noise
-from quantlab.drift.rounding_noise import FLOAT32_NOISE, narrow, spread_block
+from quantlab.drift.rounding_noise import FLOAT32_NOISE, narrow, residual_noise, spread_block
 from quantlab.formats import Format
 from quantlab.recurrences import Recurrence
 from quantlab.schemes import Policy
@@ -126,6 +126,7 @@ class ErrorBalance:
         window = 1 if options.schedule == "step" else policy.window
         self.period = max(1, window - 1) if self.early else window
         self.feedback = bool(policy.checkpoint.error_feedback)
+        self.residual_noise = residual_noise(policy.checkpoint, key_dim) ** 2
         self.includes = options.ef_read == "include"
         has_copy = self.copy_noise is not None
         keys_from_copy = has_copy and self.delta and options.key_read == "copy"
@@ -229,8 +230,10 @@ class ErrorBalance:
         if rounded:
             rounding = self.stored_noise * (self._spread["checkpoint"](power) + self.exact)
             if self.feedback:
-                # The residual re-enters undecayed, so only the part that the state has forgotten is an error.
-                self.exact, self.held = self.exact + (1 - self.shrink) ** 2 * self.held, rounding
+                # The residual re-enters undecayed, so the part that the state has forgotten is an error; and so is
+                # what the residual's own format loses of it.
+                forgotten = (1 - self.shrink) ** 2 * self.held
+                self.exact, self.held = self.exact + forgotten + self.residual_noise * rounding, rounding
             else:
                 self.exact = self.exact + rounding
         self.begin_window(power)

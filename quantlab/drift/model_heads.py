@@ -113,8 +113,11 @@ def _bamba(config: dict[str, Any]) -> LayerShape:
 
 
 def _gated_delta(config: dict[str, Any]) -> LayerShape:
+    layers = _count(config, ("linear_attention",), "layer_types")
+    if "layer_types" not in config:
+        layers -= layers // int(config["full_attention_interval"])  # every so many layers are full attention
     return LayerShape(
-        _count(config, ("linear_attention",), "layer_types"),
+        layers,
         config["linear_num_value_heads"],
         config["linear_value_head_dim"],
         config["linear_key_head_dim"],
@@ -226,6 +229,8 @@ def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise InputError("config", str(path), f"JSON: {error}") from None
     except (OSError, ValueError):
         raise InputError("config", str(folder), "a folder with a readable config.json") from None
     if not isinstance(config, dict):

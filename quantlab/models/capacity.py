@@ -191,11 +191,11 @@ def batch_of_equal_memory(found: Demand, machine: Machine) -> float:
 
 
 def parse_bytes(argument: str, text: str) -> float:
-    """Bytes of ``80GiB`` (2^30), ``80GB`` (10^9), ``24KB`` or a bare number.  Raises InputError."""
+    """Bytes of ``80GiB`` (2^30), ``80GB`` (10^9), ``24KB`` or ``24000B``.  Raises InputError, also without a unit."""
     match = _BYTES.fullmatch(text.strip())
     units = {unit.lower(): size for unit, size in UNITS.items()}
-    if match is None or (match[2] or "B").lower() not in units:
+    if match is None or match[2].lower() not in units:
         raise InputError(
             argument, text, f"a number and one of {', '.join(UNITS)}: GB is 10^9 bytes, GiB 2^30"
         )
-    return float(match[1]) * units[(match[2] or "B").lower()]
+    return float(match[1]) * units[match[2].lower()]

@@ -21,6 +21,7 @@ from quantlab.drift.risks import (
 )
 from quantlab.errors import InputError
 from quantlab.formats import parse
+from quantlab.models.config_geometry import read_config
 from quantlab.recurrences import get_recurrence
 
 
@@ -224,6 +225,15 @@ def test_a_config_without_weights_is_read_by_its_initial_distribution(tmp_path, 
     assert np.isfinite(head_risks("int8@1", heads).errors.output).all()
 
 
+def test_every_so_many_layers_are_full_attention_where_a_config_lists_none(tmp_path):
+    config = {"model_type": "qwen3_next"} | CONFIGS["qwen3_next"] | {"num_hidden_layers": 9}
+    del config["layer_types"]
+    more = {"full_attention_interval": 4, "linear_num_key_heads": 2, "linear_conv_kernel_dim": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config | more))
+    assert heads_of_folder(tmp_path).heads == 7 * 4  # all but the fourth and the eighth layer
+    assert read_config(tmp_path).layers == 7  # what ``quantlab size`` counts
+
+
 def test_weights_are_read_where_they_are(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_linear"} | CONFIGS["kimi_linear"]))
     weights = {}
@@ -247,8 +257,9 @@ def test_weights_are_read_where_they_are(tmp_path):
     [
         ("{}", "model_type"),
         ("[]", "JSON object"),
-        ("{", "readable config.json"),
+        ("{", "expected JSON: Expecting property name"),
         ('{"model_type": "mamba2"}', "num_"),
+        ('{"model_type": "olmo_hybrid", "num_hidden_layers": 4}', "full_attention_interval"),
     ],
 )
 def test_folders_that_cannot_be_read(tmp_path, text, says):
