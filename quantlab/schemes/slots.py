@@ -132,7 +132,7 @@ class SlotPool:
 
     def reset(self, slot: int, initial: Tensor | None = None, sequence_id: int | None = None) -> None:
         """Start a new sequence in a held slot, as ``free`` and ``allocate`` of the same slot would."""
-        rows = self._rows([slot])
+        self._rows([slot])
         shape = self._state.shape
         full = (shape.heads, shape.value_dim, shape.key_dim)
         initial = torch.zeros(full) if initial is None else initial

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,18 @@ def poisoned(inputs, row, token=None):
     v = inputs.v.clone()
     v[row if token is None else (row, token)] = torch.nan
     return replace(inputs, v=v)
+
+
+def divergence(operation):
+    try:
+        operation()
+    except Diverged as error:
+        return error
+    return None
+
+
+def without_row_1(tensor):
+    return tensor[[0, 2]]
 
 
 def live_bits(state):
@@ -54,16 +67,14 @@ def test_a_row_that_diverges_changes_no_row_and_is_named(policy, family):
     diverged = 0
     for t in range(1, 10):
         before, tried = live_bits(state), copy.deepcopy(state)
-        try:
-            tried.step(poisoned(s.step(t), 1))
-        except Diverged as error:
+        error = divergence(lambda tried=tried, t=t: tried.step(poisoned(s.step(t), 1)))
+        if error is not None:
             diverged += 1
             assert error.rows == [1]
             assert "row 1" in str(pickle.loads(pickle.dumps(error)))
             assert unchanged(before, tried) == []
-            others = torch.tensor([0, 2])
-            out = tried.step(s.step(t).map(lambda x: x[others]), others)
-            again = copy.deepcopy(state).step(s.step(t).map(lambda x: x[others]), others)
+            out = tried.step(s.step(t).map(without_row_1), torch.tensor([0, 2]))
+            again = copy.deepcopy(state).step(s.step(t).map(without_row_1), torch.tensor([0, 2]))
             assert torch.equal(out, again)
         state.step(s.step(t))
     # With flush=early a poisoned token is folded by a later forward.
@@ -145,8 +156,9 @@ def test_slots_and_inputs_of_another_kind_are_named():
     good = StepInputs(torch.ones(2, 1, 16), torch.ones(2, 1, 16), torch.ones(2, 2, 4), torch.zeros(2, 2))
     three = good.map(lambda t: t.expand(2, *t.shape[1:]).repeat(2, *[1] * (t.ndim - 1))[:3])
     drafts = good.map(lambda t: t[:, None])
+    wrong_slots: Any = (a, None, [a, 2**70], (x for x in (a, b)))
     for broken in (
-        *(lambda n=n: pool.step(good, n) for n in (a, None, [a, 2**70], (x for x in (a, b)))),
+        *(lambda n=n: pool.step(good, n) for n in wrong_slots),
         lambda: pool.step(None, [a, b]),  # pyright: ignore[reportArgumentType]
         *(lambda n=n: pool.step(replace(good, **{n: getattr(three, n)}), [a, b]) for n in ("q", "log_decay")),
         lambda: pool.step(replace(good, q=torch.tensor(1.0)), [a, b]),
@@ -173,7 +185,8 @@ def test_tensors_that_are_no_plain_memory_are_refused(of):
         state.step(s.step(0).map(make))
     with pytest.raises(InputError, match=r"^initial "):
         start("fp32@4", "gated_delta", make(s.initial), key_heads=2)
-    for wrong in (None, {"q": 1}):
+    nothings: Any = (None, {"q": 1})
+    for wrong in nothings:
         for operation in (state.step, state.verify, state.extend):
             with pytest.raises(InputError, match=r"^inputs "):
                 operation(wrong)
