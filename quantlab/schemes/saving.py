@@ -129,7 +129,9 @@ def _restored(make: type[State], saved: dict[str, Tensor], meta: dict[str, Any])
         state._unread[part] = saved[f"{part}.unread"].clone()
         state._read_stores[part] = saved[f"{part}.read_stores"].clone()
     _fill_buffer(state, saved)
-    unknown = saved.keys() - tensors(state).keys()
+    # Of some rows alone, none may be unrounded though others of the batch were.
+    optional = {f"{part}.{name}" for part in state._stores() for name in ("live", "unrounded")}
+    unknown = saved.keys() - tensors(state).keys() - optional
     if unknown:
         raise InputError("tensors", sorted(unknown), "none but those of save()")
     return state

@@ -286,3 +286,13 @@ def test_a_restored_state_owns_its_memory():
     for tensor in saved.values():
         tensor.zero_()
     assert all(torch.equal(before[name], value) for name, value in bits(other).items())
+
+
+def test_a_rounded_row_is_restored_from_a_batch_with_unrounded_ones():
+    s = stream("mamba2")
+    state = begin("bf16@2:schedule=chunk", s)
+    run(state, s, 0, 4)
+    row = torch.tensor([1])
+    state.reset(row, s.initial[row])
+    other = DecodeState.restore(state.save(row))
+    assert torch.equal(other.materialize(), state.materialize(row))
