@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quantlab.schemes import Policy
 
 EPILOG = "Example: [bold]quantlab drift --family gated_delta --alpha 0.99 -p fp32/nvfp4@16 -p nvfp4@1[/bold]"
+LARGEST_THREADS = 4096
 # What a stream file decides, so that it cannot be asked for beside one.
 _MADE_ONLY = (
     "family",
@@ -147,7 +148,7 @@ def drift(
     from quantlab.schemes import check_policy_fits, parse_policy
 
     # One thread unless OMP_NUM_THREADS says otherwise: states are small, and more threads wait for each other.
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    torch.set_num_threads(_threads(os.environ.get("OMP_NUM_THREADS", "")))
     policies = list(dict.fromkeys(parse_policy(text) for text in policy or ["fp32@1"]))
     if stream is not None:
         for name in _MADE_ONLY:
@@ -218,6 +219,16 @@ def drift(
 def _finite(value: float) -> float | None:
     """None, which a table shows as "-", for a prediction that there is not."""
     return None if math.isnan(value) else value
+
+
+def _threads(text: str) -> int:
+    """Of OMP_NUM_THREADS, whose value may be a list, one number a nesting level."""
+    outermost = text.partition(",")[0].strip()
+    if not outermost:
+        return 1
+    if not outermost.isdecimal() or not 1 <= int(outermost) <= LARGEST_THREADS:
+        raise InputError("OMP_NUM_THREADS", text, f"a number of threads from 1 to {LARGEST_THREADS}")
+    return int(outermost)
 
 
 def _row(policy: "Policy", status: str, metrics: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ EPILOG = (
 BASELINE = "fp32@1"
 DEFAULTS = (BASELINE, "fp32@16:buffer=bf16")
 DEFAULTS_OF_ONE = (BASELINE, "bf16@1", "int8+ef@1", "fp32@16:buffer=bf16", "fp16+sr/nvfp4@16:buffer=bf16")
+LARGEST_COUNT = 10**9
 BATCHES = (1, 8, 32, 128, 512)
 _SHAPE = ("heads", "key_heads", "value_dim", "key_dim", "layers", "conv_kernel")
 _BYTES_HELP = "for example 80GiB (2^30) or 80GB (10^9)"
@@ -88,6 +89,11 @@ def size(
 
     given = (heads, key_heads, value_dim, key_dim, layers, conv_kernel)
     shape: dict[str, int | None] = dict(zip(_SHAPE, given, strict=True))
+    counts = shape | {"drafts": drafts, "accepted": accepted, "context": context, "batch": max(batch or [1])}
+    for name, value in counts.items():
+        # Beyond this a typing error, and soon no float.
+        if value is not None and value > LARGEST_COUNT:
+            raise InputError(name.replace("_", "-"), value, f"at most {LARGEST_COUNT}")
     geometries = _geometries(model, config, family, shape)
     one = len(geometries) == 1
     policies = [parse_policy(text) for text in policy or (DEFAULTS_OF_ONE if one else DEFAULTS)]

@@ -27,9 +27,9 @@ class InputError(ValueError):
         return (InputError, (self.argument, self.value, self.expected))
 
 
-def unknown_name(argument: str, value: str, valid: Iterable[str]) -> InputError:
+def unknown_name(argument: str, value: object, valid: Iterable[str]) -> InputError:
     """An InputError for a name that is not in ``valid``: lists the valid names and the nearest one."""
     names = sorted(valid)
-    close = difflib.get_close_matches(value, names, n=1, cutoff=0.4)
+    close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
     hint = f" (nearest: {close[0]})" if close else ""
     return InputError(argument, value, f"one of {', '.join(names)}{hint}")

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from quantlab.drift.heads import HeadStatistics, heads_of_gates
+from quantlab.drift.streams import check_memory
 from quantlab.errors import InputError, unknown_name
 from quantlab.recurrences import DecayAxis, get_recurrence
 
 SEED = 23
 SMALLEST_STEP = 1e-4
+LARGEST_SIZE = 2**20
+"""Of what a config counts; beyond this a damaged file, not a model."""
 
 
 @dataclass(frozen=True)
@@ -187,13 +190,16 @@ def heads_of_folder(folder: Path, gate_spread: float = 0.0) -> HeadStatistics:
     """
     config = _config(folder)
     name = config.get("model_type")
-    if name not in MODEL_TYPES:
+    if not isinstance(name, str) or name not in MODEL_TYPES:
         raise unknown_name("model_type", str(name), MODEL_TYPES)
     kind = MODEL_TYPES[name]
     try:
         shape = kind.shape(config)
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise InputError("config", str(folder), f"a config of {name} with {error}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise InputError("config", str(folder), f"sizes of a {name} as whole numbers, but {error}") from None
+    _check_sizes(folder, shape)
     found = _weights(folder, kind, shape)
     if found:
         source = f"A_log and dt_bias of {len(found)} layers in {folder.name}"
@@ -225,13 +231,22 @@ def heads_of_folder(folder: Path, gate_spread: float = 0.0) -> HeadStatistics:
     )
 
 
+def _check_sizes(folder: Path, shape: LayerShape) -> None:
+    for size, value in vars(shape).items():
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_SIZE:
+            expected = f"at least one recurrent layer, with sizes of 1 to {LARGEST_SIZE}"
+            raise InputError("config", f"{folder}: {size} {value}", expected)
+    drawn = shape.layers * shape.heads * (shape.value_dim + shape.key_dim)
+    check_memory("config", vars(shape), drawn)
+
+
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise InputError("config", str(path), f"JSON: {error}") from None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise InputError("config", str(folder), "a folder with a readable config.json") from None
     if not isinstance(config, dict):
         raise InputError("config", str(path), "a JSON object")

@@ -18,6 +18,8 @@ UNITS = {"B": 1} | {
     for ending, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate("KMGT")
 }
+LARGEST_BYTES = 1e18
+"""Of memory, weights or cache; beyond this a typing error, not a machine."""
 _BYTES = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)")
 
 
@@ -198,4 +200,7 @@ def parse_bytes(argument: str, text: str) -> float:
         raise InputError(
             argument, text, f"a number and one of {', '.join(UNITS)}: GB is 10^9 bytes, GiB 2^30"
         )
-    return float(match[1]) * units[match[2].lower()]
+    size = float(match[1]) * units[match[2].lower()]
+    if size > LARGEST_BYTES:
+        raise InputError(argument, text, f"at most {LARGEST_BYTES:g} bytes")
+    return size

@@ -12,6 +12,9 @@ from quantlab.models.published import Geometry
 # layer of Zamba2 or Falcon-H1 has a recurrence beside its attention.
 _RECURRENT = {"linear_attention", "mamba", "mamba2", "hybrid", "kda", "gated_delta_net", "recurrent"}
 
+LARGEST_SIZE = 2**20
+"""Of what a config counts; beyond this a damaged file, not a model."""
+
 
 class _Config:
     """One config.json: fields by the first of several names, as whole numbers above zero."""
@@ -26,8 +29,10 @@ class _Config:
         for name in names:
             value = self.data.get(name)
             if value is not None:
-                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                    raise InputError("config", f"{self.path}: {name} = {value}", "a whole number above 0")
+                whole = isinstance(value, int) and not isinstance(value, bool)
+                if not whole or not 1 <= value <= LARGEST_SIZE:
+                    expected = f"a whole number above 0, up to {LARGEST_SIZE}"
+                    raise InputError("config", f"{self.path}: {name} = {value}", expected)
                 return value
         raise InputError("config", str(self.path), f"a field {' or '.join(names)}")
 
@@ -37,9 +42,13 @@ class _Config:
     def inner(self, expand: str) -> int:
         """The inner width of a Mamba layer, from its expansion of the hidden size."""
         value = self.data.get(expand)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise InputError("config", f"{self.path}: {expand} = {value}", "a number above 0")
-        return int(value * self.number("hidden_size"))
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_SIZE:
+            expected = f"a number above 0, up to {LARGEST_SIZE}"
+            raise InputError("config", f"{self.path}: {expand} = {value}", expected)
+        width = int(value * self.number("hidden_size"))
+        if width < 1:
+            raise InputError("config", f"{self.path}: {expand} = {value}", "an inner width of at least 1")
+        return width
 
     def layers(self) -> tuple[int | None, int]:
         """(recurrent layers if a list or pattern names them, all layers)."""
@@ -49,7 +58,7 @@ class _Config:
         for name in ("layer_types", "layers_block_type"):
             kinds = self.data.get(name)
             if isinstance(kinds, list):
-                return sum(kind in _RECURRENT for kind in kinds), len(kinds)
+                return sum(isinstance(kind, str) and kind in _RECURRENT for kind in kinds), len(kinds)
         return None, self.number("num_hidden_layers")
 
 
@@ -63,6 +72,8 @@ def _made(
     if layers < 1:
         raise InputError("config", str(config.path), "a model with at least one recurrent layer")
     heads, key_heads, value_dim, key_dim = sizes
+    if value_dim < 1:
+        raise InputError("config", f"{config.path}: value dim {value_dim}", "an inner width above the heads")
     if heads % key_heads:
         found = f"{config.path}: {heads} heads, {key_heads} key heads"
         raise InputError("config", found, "key heads that divide the heads")
@@ -123,7 +134,9 @@ def _mamba1(state: str, kernel: str, expand: str):
         period = config.optional("attn_layer_period")
         named, every = config.layers()
         if named is None and period is not None:
-            offset = int(config.data.get("attn_layer_offset") or 0)
+            offset = config.data.get("attn_layer_offset") or 0
+            if not isinstance(offset, int):
+                raise InputError("config", f"{config.path}: attn_layer_offset = {offset}", "a whole number")
             recurrent = sum(layer % period != offset for layer in range(every))
         sizes = (1, 1, inner, config.number(state))
         return _made(config, "mamba1", sizes, recurrent, conv_kernel=config.optional(kernel))
@@ -176,12 +189,12 @@ def read_config(folder: str | Path) -> Geometry:
         raise InputError("config", str(folder), "a folder with a config.json")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError("config", str(path), f"JSON: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         raise InputError("config", str(path), "an object with a model_type")
     if isinstance(data.get("text_config"), dict):
         data = {"model_type": data["model_type"]} | data["text_config"]
-    if data["model_type"] not in READERS:
+    if not isinstance(data["model_type"], str) or data["model_type"] not in READERS:
         raise unknown_name("model_type", data["model_type"], READERS)
     return READERS[data["model_type"]](_Config(path, data))

@@ -16,7 +16,7 @@ RECURRENCES: dict[str, Recurrence] = {
 
 def get_recurrence(name: str) -> Recurrence:
     """The recurrence called ``name``; raises InputError that lists the families."""
-    if name not in RECURRENCES:
+    if not isinstance(name, str) or name not in RECURRENCES:
         raise unknown_name("family", name, RECURRENCES)
     return RECURRENCES[name]
 

@@ -124,8 +124,17 @@ def _product(dot: str, site: Format | None) -> Product:
         return torch.baddbmm
     if dot == "tf32x3":
         return _three_products
-    operand = site or parse(dot)
-    return lambda total, left, right: torch.baddbmm(total, narrow(left, operand), narrow(right, operand))
+    return _RoundedOperands(site or parse(dot))
+
+
+@dataclass(frozen=True)
+class _RoundedOperands:
+    """A product of operands in a format.  A class, so that states can be pickled."""
+
+    operand: Format
+
+    def __call__(self, total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        return torch.baddbmm(total, narrow(left, self.operand), narrow(right, self.operand))
 
 
 def _three_products(total: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -63,17 +63,19 @@ class WindowBuffer:
         at = self.origin[where] + self.cursor[where]
         kept = self.kept(records)
         first = int(at[0]) % self.capacity if len(at) else 0
-        uniform = rows is None and first + count <= self.capacity and bool((at == at[0]).all())
+        uniform = rows is None and first + count <= self.capacity and bool((at == at[:1]).all())
         index = (at[:, None] + torch.arange(count)) % self.capacity
         for name in ("k", "d", "log_decay", *(("v", "beta") if self.raw else ())):
             value = getattr(kept, name)
             assert value is not None
             if name not in self.fields:
                 self.fields[name] = value.new_full((batch, self.capacity, *value.shape[2:]), torch.nan)
+            self.fields[name] = kept_field = writable(self.fields[name])
             if uniform:
-                self.fields[name][:, first : first + count] = value
+                kept_field[:, first : first + count] = value
             else:
-                self.fields[name][where[:, None], index] = value
+                kept_field[where[:, None], index] = value
+        self._own_numbers()
         if lengths is None:
             self.cursor[where] += count
         else:
@@ -103,12 +105,14 @@ class WindowBuffer:
     def accept(self, counts: Tensor, rows: Tensor | None) -> None:
         """The first ``counts`` drafts of each row become records; the others are gone."""
         where = slice(None) if rows is None else rows
+        self._own_numbers()
         self.cursor[where] += counts
         self.pending[where] = 0
 
     def drop(self, rows: Tensor | None, count: int | None = None) -> None:
         """Forget the oldest ``count`` records (all by default) of the rows; the memory stays."""
         where = slice(None) if rows is None else rows
+        self._own_numbers()
         dropped = self.cursor[where] if count is None else self.cursor[where].clamp(max=count)
         left = self.cursor[where] - dropped
         origin = (self.origin[where] + dropped) % self.capacity
@@ -120,6 +124,7 @@ class WindowBuffer:
     def clear(self, rows: Tensor | None) -> None:
         """A hand-off: no records, no drafts."""
         where = slice(None) if rows is None else rows
+        self._own_numbers()
         for numbers in (self.origin, self.cursor, self.pending):
             numbers[where] = 0
 
@@ -133,8 +138,13 @@ class WindowBuffer:
         for name, value in other.fields.items():
             if name not in self.fields:
                 self.fields[name] = value.new_full((len(self.cursor), *value.shape[1:]), torch.nan)
+            self.fields[name] = writable(self.fields[name])
             self.fields[name][rows] = value
+        self._own_numbers()
         self.origin[rows], self.cursor[rows], self.pending[rows] = other.origin, other.cursor, other.pending
+
+    def _own_numbers(self) -> None:
+        self.origin, self.cursor, self.pending = map(writable, (self.origin, self.cursor, self.pending))
 
     def used(self) -> Tensor:
         """Which ring positions hold a record or a draft: bool (batch, capacity)."""
@@ -154,6 +164,11 @@ class WindowBuffer:
         where = torch.arange(len(self.cursor)) if rows is None else rows
         index = (origin[:, None] + torch.arange(length)) % self.capacity
         return {name: value[where[:, None], index] for name, value in self.fields.items()}
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy where torch forbids to write to it: it was made in inference mode, which is over."""
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 
 def token_records(tokens: StepInputs, d: Tensor, *, raw: bool) -> Records:

@@ -29,6 +29,10 @@ def describe(value: object) -> object:
 
 def tensor(name: str, value: object, shape: tuple[int, ...] | None, expected: str) -> None:
     """InputError unless ``value`` is a tensor of real numbers, of ``shape`` if that is given."""
+    if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided or value.is_quantized):
+        raise InputError(name, f"{value.layout} {value.dtype}", f"a plain dense tensor, {expected}")
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        raise InputError(name, f"a tensor on {value.device}", "one on the CPU, where decode states live")
     if not isinstance(value, Tensor) or (shape is not None and tuple(value.shape) != shape):
         raise InputError(name, describe(value), expected)
     if value.is_complex() or value.dtype == torch.bool:
@@ -70,7 +74,7 @@ def saved_meta(saved: Any, version: int) -> dict[str, Any]:
     try:
         meta = json.loads(bytes(saved["meta"].tolist()))
         found = meta["version"]
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError):
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError, RecursionError):
         raise InputError("saved state", type(saved).__name__, "what save() returned, with its meta") from None
     if found != version:
         raise InputError("saved state version", found, str(version))
@@ -96,6 +100,13 @@ def state_shape(heads: int, value_dim: int, key_dim: int, key_heads: int | None)
     return StateShape(heads, value_dim, key_dim, groups)
 
 
+def whole_shape(shape: object) -> None:
+    """InputError unless ``shape`` is a StateShape of integers above zero, its key heads a divisor of the heads."""
+    if not isinstance(shape, StateShape) or not all(is_integer(n) and n > 0 for n in vars(shape).values()):
+        raise InputError("shape", shape, "a StateShape of integers above zero")
+    state_shape(shape.heads, shape.value_dim, shape.key_dim, shape.key_heads)
+
+
 def options(family: str, shape: StateShape, rates: object, seed: int, layer: int, drafts: int) -> None:
     """InputError for what a decode state of ``family`` cannot be made with."""
     for name, value in (("seed", seed), ("layer", layer)):
@@ -110,8 +121,15 @@ def options(family: str, shape: StateShape, rates: object, seed: int, layer: int
         raise InputError("rates", describe(rates), f"None: {family} has no rates")
 
 
+def step_inputs(inputs: object) -> None:
+    """InputError unless ``inputs`` are StepInputs."""
+    if not isinstance(inputs, StepInputs):
+        raise InputError("inputs", type(inputs).__name__, "StepInputs")
+
+
 def token_count(inputs: StepInputs) -> int:
     """T of tokens (batch, T, heads, value_dim)."""
+    step_inputs(inputs)
     if not isinstance(inputs.v, Tensor) or inputs.v.ndim != 4:
         raise InputError("v", describe(inputs.v), "shape (batch, tokens, heads, value_dim)")
     return inputs.v.shape[1]
@@ -121,6 +139,7 @@ def tokens(
     inputs: StepInputs, recurrence: Recurrence, shape: StateShape, batch: int, count: int | None
 ) -> None:
     """InputError unless ``inputs`` are one token of ``batch`` rows, or ``count`` tokens if that is given."""
+    step_inputs(inputs)
     lead = (batch,) if count is None else (batch, count)
     expected: dict[str, tuple[int, ...]] = {
         "q": (*lead, shape.key_heads, shape.key_dim),

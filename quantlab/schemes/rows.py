@@ -1,5 +1,7 @@
 """What a decode state holds: the stored copies and the window of each row, and what can be done with rows."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Self
 
 import torch
@@ -10,12 +12,12 @@ from quantlab.formats import Encoded
 from quantlab.recurrences import Records, StepInputs, fold, get_recurrence
 from quantlab.schemes import checks, saving
 from quantlab.schemes.arithmetic import arithmetic_of
-from quantlab.schemes.buffer import WindowBuffer
+from quantlab.schemes.buffer import WindowBuffer, writable
 from quantlab.schemes.fits import check_policy_fits
 from quantlab.schemes.ledger import ByteLedger, StateShape, ledger, uses_raw
 from quantlab.schemes.policy import Policy, effective_text
 from quantlab.schemes.sites import parse_sites
-from quantlab.schemes.store import CHECKPOINT_PART, READ_COPY_PART, Store
+from quantlab.schemes.store import CHECKPOINT_PART, READ_COPY_PART, Diverged, Store
 
 DRAFTS = 8
 """Drafted tokens that a window has room for unless it is told otherwise."""
@@ -97,9 +99,10 @@ class StateRows:
         """
         rows = checks.rows(rows, self.batch, distinct=True)
         initial = self._checked_initial(initial, len(rows))
-        if sequence_ids is not None:
-            self.rename(rows, sequence_ids)
-        self._hand_off(initial, rows)
+        with self._all_or_nothing():
+            if sequence_ids is not None:
+                self.rename(rows, sequence_ids)
+            self._hand_off(initial, rows)
 
     def discard(self, rows: Tensor) -> None:
         """Forget the records and drafts of ``rows``: their sequences are over."""
@@ -114,7 +117,9 @@ class StateRows:
 
     def hand_off(self, initial: Tensor) -> None:
         """Hand a prefill state (batch, heads, value_dim, key_dim) to every row: rounded once into every copy."""
-        self._hand_off(self._checked_initial(initial, self.batch), None)
+        initial = self._checked_initial(initial, self.batch)
+        with self._all_or_nothing():
+            self._hand_off(initial, None)
 
     @property
     def batch(self) -> int:
@@ -228,15 +233,36 @@ class StateRows:
             self._copy.hand_off(take(self._checkpoint.decoded, rows), rows)
         self._buffer.clear(rows)
         self._stored(rows, rounded)
-        for counts in self._read_stores.values():
-            counts[slice(None) if rows is None else rows] = 0
+        for part, counts in self._read_stores.items():
+            self._read_stores[part] = writable(counts)
+            self._read_stores[part][slice(None) if rows is None else rows] = 0
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Diverged leaves everything as it was, whichever rows were stored before it; it names rows as users do."""
+        # Stores replace their tensors; the window's memory behind a cursor is nobody's.
+        stores = [(store, dict(vars(store))) for store in self._stores().values()]
+        buffer = self._buffer
+        window = [n.clone() for n in (buffer.origin, buffer.cursor, buffer.pending)]
+        unread = {part: flags.clone() for part, flags in self._unread.items()}
+        read_stores = {part: counts.clone() for part, counts in self._read_stores.items()}
+        try:
+            yield
+        except Diverged as error:
+            for store, held in stores:
+                vars(store).update(held)
+            buffer.origin, buffer.cursor, buffer.pending = window
+            self._unread, self._read_stores = unread, read_stores
+            raise Diverged(error.what, error.rows, self.row_name) from None
 
     def _stored(self, rows: Tensor | None, rounded: bool) -> None:
         for part, flags in self._unread.items():
-            flags[slice(None) if rows is None else rows] = rounded or part == "read_copy"
+            self._unread[part] = writable(flags)
+            self._unread[part][slice(None) if rows is None else rows] = rounded or part == "read_copy"
 
     def _note_read(self, part: str, rows: Tensor | None) -> None:
-        unread = self._unread[part]
+        self._unread[part] = unread = writable(self._unread[part])
+        self._read_stores[part] = writable(self._read_stores[part])
         if rows is None:
             self._read_stores[part] += unread
             unread.zero_()

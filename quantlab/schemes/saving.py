@@ -84,17 +84,20 @@ def place(state: "StateRows", rows: Tensor, other: "StateRows") -> None:
             raise InputError(f"{name} of the state to place", theirs, str(mine))
     for part, store in state._stores().items():
         store.place(rows, other._stores()[part])
-        state._unread[part][rows] = other._unread[part]
-        state._read_stores[part][rows] = other._read_stores[part]
+        state._unread[part] = state._unread[part].index_copy(0, rows, other._unread[part])
+        state._read_stores[part] = state._read_stores[part].index_copy(0, rows, other._read_stores[part])
     state._buffer.place(rows, other._buffer)
 
 
 def _restored(make: type[State], saved: dict[str, Tensor], meta: dict[str, Any]) -> State:
-    cursor = saved["buffer.cursor"]
+    saved = {name: value.clone() for name, value in saved.items()}  # the caller's to change
+    cursor, shape = saved["buffer.cursor"], StateShape(**meta["shape"])
+    checks.whole_shape(shape)
+    checks.options(meta["family"], shape, saved.get("rates"), meta["seed"], meta["layer"], meta["drafts"])
     state = make(
         parse_policy(meta["policy"]),
         meta["family"],
-        StateShape(**meta["shape"]),
+        shape,
         len(cursor),
         rates=saved.get("rates"),
         seed=meta["seed"],
@@ -102,21 +105,35 @@ def _restored(make: type[State], saved: dict[str, Tensor], meta: dict[str, Any])
         drafts=meta["drafts"],
         arithmetic=_ARITHMETIC[meta["arithmetic"]],
     )
-    shape = (len(cursor), *vars(state.shape).values())[:4]
+    dense = (len(cursor), shape.heads, shape.value_dim, shape.key_dim)
     for part, store in state._stores().items():
         for name, dtype in _COUNTERS.items():
             tensor = saved[f"{part}.{name}"]
             if tensor.dtype != dtype or tensor.shape != cursor.shape:
                 given = f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise InputError(f"{part}.{name}", given, f"{dtype} of shape {tuple(cursor.shape)}")
+        for name, dtype, wanted in (
+            ("codes", None, dense),
+            ("live", torch.bool, dense[:1]),
+            ("unrounded", state.dtype, dense),
+        ):
+            tensor = saved.get(f"{part}.{name}")
+            if tensor is not None and (tensor.shape != wanted or tensor.dtype != (dtype or tensor.dtype)):
+                given = f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise InputError(f"{part}.{name}", given, f"{dtype or 'codes'} of shape {wanted}")
         store.load(_under(saved, part))
-        if store.decoded.shape != shape:
-            raise InputError(f"{part}.codes", tuple(store.decoded.shape), f"shape {shape}")
+        if store.decoded.shape != dense:
+            raise InputError(f"{part}.codes", tuple(store.decoded.shape), f"shape {dense}")
         if bool(store.format.error_feedback) != (store.residual is not None):
             raise InputError(f"{part}.residual", None, f"the residual of {store.format.text}")
         state._unread[part] = saved[f"{part}.unread"].clone()
         state._read_stores[part] = saved[f"{part}.read_stores"].clone()
     _fill_buffer(state, saved)
+    # Of some rows alone, none may be unrounded though others of the batch were.
+    optional = {f"{part}.{name}" for part in state._stores() for name in ("live", "unrounded")}
+    unknown = saved.keys() - tensors(state).keys() - optional
+    if unknown:
+        raise InputError("tensors", sorted(unknown), "none but those of save()")
     return state
 
 
@@ -132,15 +149,22 @@ def _fill_buffer(state: "StateRows", saved: dict[str, Tensor]) -> None:
             raise InputError(f"buffer.{name}", f"{value.dtype} {tuple(value.shape)}", "int64, one a row")
         if bool(((value < 0) | (value > limit)).any()):
             raise InputError(f"buffer.{name}", value.tolist(), f"0 to {limit} in every row")
-    counters = ("cursor", "origin")
-    fields = {n: t.clone() for n, t in _under(saved, "buffer").items() if n not in counters}
-    lead = (len(cursor), buffer.capacity)
-    for name, value in fields.items():
-        if tuple(value.shape[:2]) != lead:
-            raise InputError(f"buffer.{name}", tuple(value.shape), f"shape {lead} and the record's")
-    if bool(cursor.any()) and not fields:
-        raise InputError("buffer", None, "the records that buffer.cursor counts")
-    buffer.fields, buffer.cursor, buffer.origin = fields, cursor.clone(), origin.clone()
+    fields = {n: t for n, t in _under(saved, "buffer").items() if n not in ("cursor", "origin")}
+    shape = state.shape
+    head, value = (shape.heads,), (shape.heads, shape.value_dim)
+    expected = {
+        "k": (shape.key_heads, shape.key_dim),
+        "d": value,
+        "log_decay": state.recurrence.gate_shape(shape.heads, shape.value_dim, shape.key_dim),
+    } | ({"v": value, "beta": head} if buffer.raw else {})
+    if fields.keys() != expected.keys() and (fields or bool(cursor.any())):
+        raise InputError("buffer", sorted(fields), f"records with {', '.join(expected)}")
+    for name, tensor in fields.items():
+        wanted = (len(cursor), buffer.capacity, *expected[name])
+        if tensor.dtype != state.dtype or tuple(tensor.shape) != wanted:
+            given = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise InputError(f"buffer.{name}", given, f"{state.dtype} of shape {wanted}")
+    buffer.fields, buffer.cursor, buffer.origin = fields, cursor, origin
 
 
 def _under(saved: dict[str, Tensor], part: str) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Slots: the decode states of many sequences in one pool, as a serving engine keeps them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -44,7 +45,8 @@ class SlotPool:
         drafts: int = DRAFTS,
         arithmetic: torch.dtype | None = None,
     ):
-        if null not in NULL_ROWS:
+        checks.whole_shape(shape)
+        if not isinstance(null, str) or null not in NULL_ROWS:
             raise unknown_name("null", null, NULL_ROWS)
         self.first = NULL_ROWS[null]
         if not checks.is_integer(slots) or slots <= self.first:
@@ -84,8 +86,7 @@ class SlotPool:
         if initial is None:
             initial = torch.zeros(full)
         checks.tensor("initial", initial, full, f"shape {full}")
-        ids = self._ids(1, None if sequence_id is None else [sequence_id])
-        self._state.reset(torch.tensor([slot]), initial[None], ids)
+        self._begin(slot, initial, sequence_id)
         self._held[slot] = True
         return slot
 
@@ -108,7 +109,7 @@ class SlotPool:
         rows = self._rows([slot])
         if not checks.is_integer(count) or count < 1:
             raise InputError("count", count, "an integer of at least 1")
-        ids = None if sequence_ids is None else self._ids(count, sequence_ids)
+        ids = None if sequence_ids is None else checks.sequence_ids(sequence_ids, count)
         targets = self._free_slots(count)
         for number, target in enumerate(targets):
             self._state.place(torch.tensor([target]), self._taken(rows))
@@ -131,13 +132,12 @@ class SlotPool:
 
     def reset(self, slot: int, initial: Tensor | None = None, sequence_id: int | None = None) -> None:
         """Start a new sequence in a held slot, as ``free`` and ``allocate`` of the same slot would."""
-        rows = self._rows([slot])
+        self._rows([slot])
         shape = self._state.shape
         full = (shape.heads, shape.value_dim, shape.key_dim)
         initial = torch.zeros(full) if initial is None else initial
         checks.tensor("initial", initial, full, f"shape {full}")
-        ids = self._ids(1, None if sequence_id is None else [sequence_id])
-        self._state.reset(rows, initial[None], ids)
+        self._begin(slot, initial, sequence_id)
 
     def snapshot(self, slot: int) -> dict[str, Tensor]:
         """The prefix of a slot: its window is folded and stored, then the stored bits are copied out.
@@ -178,7 +178,7 @@ class SlotPool:
     def commit(self, counts: Tensor, slots: Slots) -> None:
         """``DecodeState.commit`` for each slot; counts of null rows are not looked at."""
         live, rows = self._live(slots)
-        if not isinstance(counts, Tensor) or len(counts) != len(live):
+        if not isinstance(counts, Tensor) or counts.ndim != 1 or len(counts) != len(live):
             raise InputError("counts", checks.describe(counts), f"one number for each of {len(live)} rows")
         self._state.commit(counts[live], rows)
 
@@ -206,10 +206,17 @@ class SlotPool:
         lengths: Tensor | None = None,
     ) -> Tensor:
         live, rows = self._live(slots)
-        if not isinstance(inputs.v, Tensor) or inputs.v.ndim < 3 or len(inputs.v) != len(live):
-            raise InputError("v", checks.describe(inputs.v), f"one row for each of {len(live)} slots")
+        checks.step_inputs(inputs)
+        given = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+        for name, value in given.items():
+            # Of the others the state says what shape they need; here they must have rows to pick from.
+            least = 3 if name == "v" else 1
+            plain = isinstance(value, Tensor) and value.ndim >= least and len(value) == len(live)
+            if not plain and not (name == "beta" and value is None):
+                expected = f"a tensor with one row for each of {len(live)} slots"
+                raise InputError(name, checks.describe(value), expected)
         if lengths is not None:
-            if not isinstance(lengths, Tensor) or len(lengths) != len(live):
+            if not isinstance(lengths, Tensor) or lengths.ndim != 1 or len(lengths) != len(live):
                 given = checks.describe(lengths)
                 raise InputError("lengths", given, f"one number for each of {len(live)} rows")
             lengths = lengths[live]
@@ -227,7 +234,7 @@ class SlotPool:
     def _numbers(self, slots: Slots) -> Tensor:
         if isinstance(slots, Tensor):
             numbers = slots
-        elif all(checks.is_integer(n) for n in slots):
+        elif isinstance(slots, Sequence) and all(checks.is_integer(n) and abs(n) < 2**63 for n in slots):
             numbers = torch.tensor(list(slots), dtype=torch.int64)
         else:
             raise InputError("slots", slots, "integers")
@@ -261,9 +268,9 @@ class SlotPool:
         """A decode state of its own with what ``rows`` hold."""
         return DecodeState.restore(self._state.save(rows))
 
-    def _ids(self, count: int, given: Sequence[int] | None) -> Tensor:
-        if given is not None:
-            return checks.sequence_ids(given, count)
-        ids = torch.arange(self._next_id, self._next_id + count)
-        self._next_id += count
-        return ids
+    def _begin(self, slot: int, initial: Tensor, sequence_id: int | None) -> None:
+        """Hand a prefill state to a slot; a sequence without a name gets the next one of this pool."""
+        names = [self._next_id if sequence_id is None else sequence_id]
+        self._state.reset(torch.tensor([slot]), initial[None], checks.sequence_ids(names, 1))
+        if sequence_id is None:
+            self._next_id += 1

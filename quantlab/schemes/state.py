@@ -42,8 +42,8 @@ class DecodeState(StateRows):
     def step(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
         """Decode one token of every sequence, or of ``rows``; returns the output (n, heads, value_dim).
 
-        Raises InputError if a shape disagrees with the state or drafts wait for ``commit``; Diverged if the state to be
-        stored is not finite.
+        Raises InputError if a shape disagrees with the state or drafts wait for ``commit``; Diverged, and
+        changes nothing, if the state to be stored is not finite.
         """
         rows = self._entered_rows(rows)
         tokens = self._entered(inputs, rows).map(lambda t: t[:, None])
@@ -82,14 +82,15 @@ class DecodeState(StateRows):
         rows = self._entered_rows(rows)
         pending = self._buffer.pending if rows is None else self._buffer.pending[rows]
         counts = checks.counts(counts, pending, lambda row: self._place(rows, row))
-        self._buffer.accept(counts, rows)
         where = torch.arange(self.batch) if rows is None else rows
-        while not self._early:
-            full = where[self._buffer.cursor[where] >= self._window]
-            if len(full) == 0:
-                return
-            self._store(self._folded(full, self._window), full)
-            self._buffer.drop(full, self._window)
+        with self._all_or_nothing():
+            self._buffer.accept(counts, rows)
+            while not self._early:
+                full = where[self._buffer.cursor[where] >= self._window]
+                if len(full) == 0:
+                    return
+                self._store(self._folded(full, self._window), full)
+                self._buffer.drop(full, self._window)
 
     def extend(self, tokens: StepInputs, rows: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
         """A prefill chunk of T tokens on top of what is stored: outputs (n, T, heads, value_dim).
@@ -112,9 +113,10 @@ class DecodeState(StateRows):
         rows = where[at] if rows is not None or len(at) < self.batch else None
         tokens = tokens.map(lambda t: t[at].detach().to(self.dtype))
         tokens = self._maths.entering(keep_first(tokens, lengths[at]), current=False)
-        state, outputs[at] = self._maths.chunk(self._folded(rows), tokens, lengths[at])
-        self._store(state, rows, rounded=self._options.schedule != "turn")
-        self._buffer.drop(rows)
+        with self._all_or_nothing():
+            state, outputs[at] = self._maths.chunk(self._folded(rows), tokens, lengths[at])
+            self._store(state, rows, rounded=self._options.schedule != "turn")
+            self._buffer.drop(rows)
         return outputs
 
     def flush(self, rows: Tensor | None = None) -> None:
@@ -128,8 +130,9 @@ class DecodeState(StateRows):
         where = where[(self._buffer.cursor[where] > 0) | self._checkpoint.live[where]]
         if len(where):
             rows = None if len(where) == self.batch else where
-            self._store(self._folded(rows), rows, rounded=True)
-            self._buffer.drop(rows)
+            with self._all_or_nothing():
+                self._store(self._folded(rows), rows, rounded=True)
+                self._buffer.drop(rows)
 
     def _forward(self, tokens: StepInputs, rows: Tensor | None, lengths: Tensor | None) -> Tensor:
         """Read and record; nothing is stored."""
@@ -225,8 +228,22 @@ class DecodeState(StateRows):
         lengths: Tensor | None,
     ) -> Tensor:
         """``yes`` for the flagged rows and ``no`` for the others, outputs put together."""
-        if bool(flags.all()) or not bool(flags.any()):
-            return (yes if len(flags) and bool(flags[0]) else no)(tokens, rows, lengths)
+        if not bool(flags.any()):
+            return no(tokens, rows, lengths)
+        with self._all_or_nothing():
+            if bool(flags.all()):
+                return yes(tokens, rows, lengths)
+            return self._split_rows(flags, yes, no, tokens, rows, lengths)
+
+    def _split_rows(
+        self,
+        flags: Tensor,
+        yes: Forward,
+        no: Forward,
+        tokens: StepInputs,
+        rows: Tensor | None,
+        lengths: Tensor | None,
+    ) -> Tensor:
         where = torch.arange(self.batch) if rows is None else rows
         outputs = None
         for forward, flagged in ((no, ~flags), (yes, flags)):

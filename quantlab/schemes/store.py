@@ -1,6 +1,6 @@
 """One stored copy of the state: its bits, its rounding, its random numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -16,7 +16,25 @@ _RESIDUAL_ROOM = torch.finfo(torch.float32).max / 2
 
 
 class Diverged(ArithmeticError):
-    """A state that was about to be stored holds NaN or Inf.  A result, not a failure: drift records the step."""
+    """A state that was about to be stored holds NaN or Inf.  A result, not a failure: drift records the step.
+
+    Nothing has changed, so that the other rows can go on without those named.  rows: numbers of the rows (slots).
+    """
+
+    def __init__(self, what: str, rows: Sequence[int] = (), row_name: str = "row"):
+        place = f" in {row_name} {', '.join(map(str, rows))}" if rows else ""
+        super().__init__(f"{what}{place}")
+        self.what, self.rows = what, list(rows)
+
+    def __reduce__(self):
+        return _diverged, (self.args[0], self.what, self.rows)
+
+
+def _diverged(message: str, what: str, rows: list[int]) -> Diverged:
+    """An exception as it was pickled."""
+    error = Diverged(what, rows)
+    error.args = (message,)
+    return error
 
 
 @dataclass(frozen=True)
@@ -59,9 +77,10 @@ class Store:
         rounded=False keeps it as it is, in the dtype of the arithmetic: the codes, their number and the residual stay
         those of the last rounding (``live``).  Raises Diverged if ``dense`` holds NaN or Inf.
         """
-        self._refuse(dense)
-        where = slice(None) if rows is None else rows
-        self.live[where] = not rounded
+        self.refuse(dense, rows)
+        live = self.live.clone()
+        live[slice(None) if rows is None else rows] = not rounded
+        self.live = live
         if not rounded:
             self.decoded = dense if rows is None else self.decoded.index_copy(0, rows, dense)
             return
@@ -80,7 +99,8 @@ class Store:
         self.residual = self._encoded.residual
 
     def hand_off(self, dense: Tensor, rows: Tensor | None = None, *, rounded: bool = True) -> None:
-        """Store a prefill state: store number 0, residual zero."""
+        """Store a prefill state: store number 0, residual zero.  Raises Diverged as ``write`` does."""
+        self.refuse(dense, rows)
         if rows is None:
             self.numbers = torch.full_like(self.numbers, -1)
             self.residual = None
@@ -127,15 +147,16 @@ class Store:
         values = decoded + self.format.residual_values(residual).to(self.dtype)
         return values if held is not None else torch.where(self.live[:, None, None, None], decoded, values)
 
-    def _refuse(self, dense: Tensor) -> None:
+    def refuse(self, dense: Tensor, rows: Tensor | None = None) -> None:
+        """Raise Diverged, which names the rows, if ``dense`` cannot be stored."""
         # NaN and Inf never sum to a finite number; a sum of finite numbers may overflow, so that is looked at again.
-        if not torch.isfinite(dense.sum()) and not bool(torch.isfinite(dense).all()):
-            raise Diverged("the state holds NaN or Inf")
-        narrow = dense.dtype == torch.float64 and self.format.name != "fp64"
-        if narrow and bool((dense.abs() > torch.finfo(torch.float32).max).any()):
-            raise Diverged("the state is beyond float32")
-        if self.format.error_feedback and bool((dense.abs() > _RESIDUAL_ROOM).any()):
-            raise Diverged("state and residual together are beyond float32")
+        if not torch.isfinite(dense.sum()):
+            _refuse_rows(~torch.isfinite(dense), rows, "the state holds NaN or Inf")
+        if dense.dtype == torch.float64 and self.format.name != "fp64":
+            _refuse_rows(dense.abs() > torch.finfo(torch.float32).max, rows, "the state is beyond float32")
+        if self.format.error_feedback:
+            what = "state and residual together are beyond float32"
+            _refuse_rows(dense.abs() > _RESIDUAL_ROOM, rows, what)
 
     @property
     def encoded(self) -> Encoded:
@@ -166,7 +187,7 @@ class Store:
         self.decoded = self.decoded.index_copy(0, rows, other.decoded)
         self.numbers = self.numbers.index_copy(0, rows, other.numbers)
         self.sequence_ids = self.sequence_ids.index_copy(0, rows, other.sequence_ids)
-        self.live[rows] = other.live
+        self.live = self.live.index_copy(0, rows, other.live)
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored bits and counters, for ``save``."""
@@ -181,7 +202,7 @@ class Store:
         self._dense, self._encoded, self.residual = None, encoded, encoded.residual
         self.decoded = self._decode(encoded)
         self.numbers, self.sequence_ids = tensors["numbers"], tensors["sequence_ids"]
-        if "live" in tensors:
+        if "live" in tensors or "unrounded" in tensors:
             self.live = tensors["live"].clone()
             self.decoded = torch.where(self.live[:, None, None, None], tensors["unrounded"], self.decoded)
 
@@ -211,6 +232,12 @@ class Store:
     def _decode(self, encoded: Encoded) -> Tensor:
         """The values in the dtype of the arithmetic: a rounded copy of an fp64 checkpoint decodes to float32."""
         return self.format.dequantize(encoded).to(self.dtype)
+
+
+def _refuse_rows(wrong: Tensor, rows: Tensor | None, what: str) -> None:
+    if bool(wrong.any()):
+        found = wrong.flatten(1).any(1).nonzero()[:, 0]
+        raise Diverged(what, (found if rows is None else rows[found]).tolist())
 
 
 def _map(residual: Tensor | Encoded, function: Callable[[Tensor], Tensor]) -> Tensor | Encoded:
