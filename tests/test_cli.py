@@ -25,6 +25,20 @@ def quantlab(*arguments, cwd=ROOT):
     )
 
 
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """The command line in this process, which must succeed: what it printed."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["quantlab", *arguments])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        assert not left.value.code
+        return capsys.readouterr().out
+
+    return run
+
+
 def test_verbs_have_help_with_an_example():
     commands = get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
     assert set(commands) == set(VERBS)
@@ -52,21 +66,15 @@ def test_drift_prints_one_object_a_policy():
     assert rows[1]["bytes_per_token"] == 2 * copy
 
 
-def test_drift_reads_the_stream_it_saved(tmp_path):
+def test_drift_reads_the_stream_it_saved(tmp_path, printed):
     file = tmp_path / "s.safetensors"
-    made = quantlab(*"drift --alpha 0.9 --steps 20 --heads 1 -p nvfp4@4 --json --save-stream".split(), file)
-    read = quantlab("drift", "--stream", file, "-p", "nvfp4@4", "--json")
-    assert made.returncode == read.returncode == 0, made.stderr + read.stderr
-    assert json.loads(made.stdout) == json.loads(read.stdout)
+    size = "--heads 1 --value-dim 16 --key-dim 32"
+    made = printed(*f"drift --alpha 0.9 --steps 20 {size} -p nvfp4@4 --json --save-stream {file}".split())
+    read = printed("drift", "--stream", str(file), "-p", "nvfp4@4", "--json")
+    assert json.loads(made) == json.loads(read)
 
 
-def test_explain_and_predict_and_formats(monkeypatch, capsys):
-    def printed(*arguments):
-        monkeypatch.setattr(sys, "argv", ["quantlab", *arguments])
-        with pytest.raises(SystemExit):
-            cli.main()
-        return capsys.readouterr().out
-
+def test_explain_and_predict_and_formats(printed):
     about = json.loads(printed("explain", "fp16+sr/nvfp4@16", "--json"))
     assert "contents=raw:key_read=copy:flush_read=exact:current=exact" in about["in_force"]
     rows = [json.loads(line) for line in printed("predict", "nvfp4@1", "--json").splitlines()]

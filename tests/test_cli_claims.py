@@ -20,6 +20,7 @@ def quantlab(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_claims_prints_expected_measured_and_verdict():
     done = quantlab("claims", "evidence", "B7", "B5")
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,10 @@ from quantlab.schemes import parse_policy, start
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {"heads": 4, "sequences": 2, "steps": 300, "value_dim": 8, "key_dim": 16, "key_heads": 2, "seed": 5}
 CASES = [
-    *((family, {"preset": "realistic"}) for family in sorted(RECURRENCES)),
+    *(
+        pytest.param(f, {"preset": "realistic"}, marks=[] if f == "kimi_delta" else pytest.mark.slow)
+        for f in sorted(RECURRENCES)
+    ),
     *(pytest.param(family, {"alpha": 0.97}, marks=pytest.mark.slow) for family in sorted(RECURRENCES)),
     ("gated_delta", {"preset": "near", "alpha": 0.97}),
     pytest.param("kimi_delta", {"preset": "near", "alpha": 0.97}, marks=pytest.mark.slow),
@@ -133,6 +136,7 @@ def test_processes_change_no_number():
         np.testing.assert_equal(two.metrics(other), one.metrics(run))
 
 
+@pytest.mark.slow
 def test_an_error_in_a_process_is_the_error_of_the_run(tmp_path):
     stream = synthetic_stream("mamba2", **SHAPE | {"alpha": 0.9})
     source = as_source(stream)

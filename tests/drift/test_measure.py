@@ -103,7 +103,7 @@ def test_a_run_that_never_reads_a_store_says_so():
     assert result.metrics(result.runs[2])["warning"] is None
 
 
-@pytest.mark.parametrize("family", ["gated_delta", "mamba2"])
+@pytest.mark.parametrize("family", ["gated_delta", pytest.param("mamba2", marks=pytest.mark.slow)])
 def test_the_prediction_holds_on_steady_curves(family):
     """Within its band of 1.4 on every steady curve with alpha >= 0.99, from nearly exact formats to 4 bits."""
     policies = [

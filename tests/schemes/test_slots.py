@@ -143,7 +143,7 @@ ERRORS = {
         lambda p, s: p.step(row(s, 0, 0, 1), [1, 1]),
         r"slots \[1, 1\]: expected each slot at most once",
     ),
-    "rows": (lambda p, s: p.step(row(s, 0, 0), [1, 2]), "expected one row for each of 2 slots"),
+    "rows": (lambda p, s: p.step(row(s, 0, 0), [1, 2]), "one row for each of 2 slots"),
     "accept": (
         lambda p, s: (p.verify(_drafts(s, 3), [1]), p.commit(torch.tensor([4]), [1])),
         "counts 4 at slot 1, cursor 2: expected 0 to 3 drafts pending",

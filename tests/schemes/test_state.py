@@ -49,7 +49,7 @@ OPTION_POLICIES = [
 MATRIX_OPTION_POLICIES = ["fp32@4:dot=bf16", "fp32@4:dot=tf32x3", "fp16@4:sites=decay+dot"]
 DELTA_OPTION_POLICIES = ["fp32@4:flush=early:contents=derived", "fp32@4:sites=beta"]
 RESTART_CASES = CASES + [
-    (family, policy)
+    pytest.param(family, policy, marks=[] if family == "gated_delta" else pytest.mark.slow)
     for family in FAMILIES
     for policy in OPTION_POLICIES
     + (MATRIX_OPTION_POLICIES if family != "mamba1" else [])

@@ -185,7 +185,7 @@ def session_is_empty(process):
     return False
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGKILL", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_resume_after_the_sweep_was_stopped_in_the_middle(tmp_path, study, name):
     blocks = [[f"slow{j}" for j in range(8)], [f"slow{j}" for j in range(8, 16)]]
     spec = study(*blocks)
