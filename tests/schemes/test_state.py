@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from quantlab.drift import synthetic_stream
 from quantlab.errors import InputError
 from quantlab.recurrences import RECURRENCES
 from quantlab.schemes import DecodeState, Diverged, start
+
+from .streams import begin, relative, run, stream
 
 FAMILIES = sorted(RECURRENCES)
 # One policy of each kind: step, replay, dual, every rounding, every way to read.
@@ -55,37 +56,6 @@ RESTART_CASES = CASES + [
     + (MATRIX_OPTION_POLICIES if family != "mamba1" else [])
     + (DELTA_OPTION_POLICIES if RECURRENCES[family].delta_rule else [])
 ]
-
-
-def stream(family, **changes):
-    shape = {
-        "heads": 4,
-        "key_heads": 2,
-        "steps": 13,
-        "sequences": 3,
-        "value_dim": 16,
-        "key_dim": 32,
-        "seed": 5,
-    }
-    return synthetic_stream(family, preset="realistic", **(shape | changes))
-
-
-def begin(policy, s, rows=None, **changes):
-    initial = s.initial if rows is None else s.initial[rows]
-    options = {"key_heads": s.key_heads, "rates": s.rates, "seed": 11} | changes
-    return start(policy, s.family, initial, **options)
-
-
-def run(state, s, first=0, last=None, rows=None):
-    def take(t):
-        return t if rows is None else t[rows]
-
-    steps = range(first, s.steps if last is None else last)
-    return torch.stack([state.step(s.step(t).map(take)) for t in steps])
-
-
-def relative(a, b):
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 @pytest.mark.parametrize(("family", "policy"), RESTART_CASES)

@@ -8,7 +8,7 @@ import torch
 from quantlab.errors import InputError
 from quantlab.recurrences import RECURRENCES, StepInputs
 from quantlab.schemes import DecodeState, Diverged, parse_policy, start
-from tests.schemes.test_state import begin, relative, run, stream
+from tests.schemes.streams import begin, relative, run, stream
 
 FAMILIES = sorted(RECURRENCES)
 WRONG_ROWS = [
