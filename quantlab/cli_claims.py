@@ -7,6 +7,7 @@ import textwrap
 import time
 from typing import Annotated
 
+import numpy as np
 import typer
 
 from quantlab.terminal import print_json, print_table, progress
@@ -82,7 +83,11 @@ def evidence(
     names = {"tolerance": "within"}
     shown = [
         row
-        | {"measured": _short(row["measured"], str(row["expected"])), "tolerance": _short(row["tolerance"])}
+        | {
+            "expected": _expected(str(row["expected"]), row["measured"]),
+            "measured": _short(row["measured"], str(row["expected"])),
+            "tolerance": _short(row["tolerance"]),
+        }
         for row in rows
     ]
     right = ("expected", "measured", "tolerance")
@@ -106,10 +111,21 @@ def evidence(
     typer.echo(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
 
 
+def _expected(text: str, measured: object) -> str:
+    """As the source prints it; a condition that holds or does not, in the words of ``_short``."""
+    return {"= 1": "yes", "= 0": "no"}.get(text, text) if _is_condition(measured) else text
+
+
 def _short(value: object, like: str = "") -> str | None:
-    """Three digits, or as many as the number in ``like`` is printed with."""
+    """Three digits, or as many as the number in ``like`` is printed with; a condition as yes or no."""
     if value is None:
         return None
+    if _is_condition(value):
+        return "yes" if value else "no"
     mantissa = re.search(r"\d+\.?\d*|\.\d+", like)
     printed = len(mantissa[0].replace(".", "").lstrip("0")) if mantissa else 0
     return f"{float(str(value)):.{max(3, printed)}g}"
+
+
+def _is_condition(value: object) -> bool:
+    return isinstance(value, (bool, np.bool_))

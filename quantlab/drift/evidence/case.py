@@ -29,10 +29,10 @@ PUBLIC_HEADS = 4
 class Measured:
     """A number of ours.  spread: standard deviation of the same number taken from one unit; units: how many there are.
 
-    What is exact, or counted, has no spread.
+    What is exact, or counted, has no spread.  A condition is True or False, expected as "= 1" or "= 0".
     """
 
-    value: float
+    value: float | bool
     spread: float = 0.0
     units: int = 1
 
