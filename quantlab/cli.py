@@ -5,12 +5,13 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from quantlab import __version__, cli_drift
 from quantlab.cli_claims import claims_app
+from quantlab.cli_errors import CommandLineError, discard_output, flush_output, is_help, usage_text
 from quantlab.cli_formats import formats_app
 from quantlab.cli_predict import predict
 from quantlab.cli_size import EPILOG as SIZE_EPILOG
@@ -20,6 +21,8 @@ from quantlab.terminal import print_json, print_table, text_of
 
 if TYPE_CHECKING:
     from quantlab.schemes import Policy
+
+INTERRUPTED = 130  # exit status: 128 and the number of the interrupt signal
 
 app = typer.Typer(
     name="quantlab",
@@ -32,15 +35,22 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"quantlab {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def quantlab(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and leave.", is_eager=True, callback=_print_version
+        ),
     ] = False,
 ) -> None:
-    if version:
-        typer.echo(f"quantlab {__version__}")
-        raise typer.Exit
+    pass
 
 
 app.add_typer(formats_app, name="formats")
@@ -285,29 +295,51 @@ def _terminated(*_: object) -> None:
 
 
 def main() -> None:
-    """Entry point: InputError becomes one line on stderr and exit status 2."""
+    """Entry point: what a user can cause becomes one line on stderr and exit status 2."""
     # What a batch system sends before it kills: end as on the interrupt key, workers and all.
     signal.signal(signal.SIGTERM, _terminated)
     try:
-        app()
+        status = app(standalone_mode=False)
+        flush_output()
+    except CommandLineError as error:
+        if not is_help(error):
+            _leave(usage_text(error))
+        if text := error.format_message():
+            typer.echo(text)
+        sys.exit(error.exit_code)
     except InputError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+        _leave(error)
+    except BrokenPipeError:
+        # The reader has seen enough, as in "| head": nothing to report, but not a success either.
+        discard_output()
+        sys.exit(1)
     except OSError as error:
         # A disk that fills up, an output that is taken away: nobody's bug, and what is stored stays.
+        discard_output()
         place = f" {error.filename}" if error.filename else ""
-        typer.echo(f"error: {error.strerror or error}{place}", err=True)
-        sys.exit(2)
+        _leave(f"{error.strerror or error}{place}")
     except (MemoryError, RuntimeError) as error:
+        if isinstance(error, typer.Abort):
+            _interrupted()
         if not isinstance(error, MemoryError) and not re.search("alloc.* memory|out of memory", str(error)):
             raise
-        typer.echo(
-            "error: out of memory: fewer or smaller heads, sequences, steps or batches needed", err=True
-        )
-        sys.exit(2)
+        _leave("out of memory: fewer or smaller heads, sequences, steps or batches needed")
     except KeyboardInterrupt:
-        typer.echo("interrupted; the same command goes on from here", err=True)
-        sys.exit(130)
+        _interrupted()
+    # Typer makes an exit status of the interrupt key itself.
+    if status == INTERRUPTED:
+        _interrupted()
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _leave(text: object) -> NoReturn:
+    typer.echo(f"error: {text}", err=True)
+    sys.exit(2)
+
+
+def _interrupted() -> NoReturn:
+    typer.echo("interrupted; records that were stored stay, and the same command goes on from them", err=True)
+    sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -145,6 +145,7 @@ def drift(
     import torch
 
     from quantlab import drift as drifts
+    from quantlab.drift.growth import MINIMUM_UNITS
     from quantlab.schemes import check_policy_fits, parse_policy
 
     # One thread unless OMP_NUM_THREADS says otherwise: states are small, and more threads wait for each other.
@@ -197,28 +198,40 @@ def drift(
             attribute_policies(source, policies, suspect, seed, as_json=as_json)
             return
         rows, digest = _run_in_memory(source, policies, settings)
+    rearranged = turn is not None or chunk is not None
+    rows = [_stated(row, growth=not rearranged) for row in rows]
     if as_json:
         print_json(rows)
         return
     title = f"{source.family}, {source.steps} steps, {source.heads} heads x {source.batch}, stream {digest}"
-    shown = [row | {"predicted_output_error": _finite(row["predicted_output_error"])} for row in rows]
     # A narrow terminal may leave out the status only where it says nothing.
     selections = [_NARROW, _NARROWEST] if all(row["status"] == "ok" for row in rows) else [_NARROW]
-    print_table(title, shown, list(_COLUMNS), _COLUMNS, (), *selections)
-    unpredicted = turn is not None or chunk is not None
+    print_table(title, rows, list(_COLUMNS), _COLUMNS, (), *selections)
     for row in rows:
-        for key in ("warning",) if unpredicted else ("warning", "prediction_note"):
+        for key in ("warning",) if rearranged else ("warning", "prediction_note"):
             if row[key]:
                 print_wrapped(f"{row['policy']}: {row[key]}")
-    if unpredicted:
-        print_wrapped(f"No prediction: there is none with {'--turn' if chunk is None else '--chunk'}.")
+    units = source.heads * source.batch
+    if rearranged:
+        print_wrapped(
+            f"No prediction, no growth: there is none with {'--turn' if chunk is None else '--chunk'}."
+        )
+    elif units < MINIMUM_UNITS:
+        print_wrapped(
+            f"No interval of the growth: {units} of at least {MINIMUM_UNITS} units (heads x sequences)."
+        )
     if output is not None:
         typer.echo(f"records: {output / 'records'}")
 
 
-def _finite(value: float) -> float | None:
-    """None, which a table shows as "-", for a prediction that there is not."""
-    return None if math.isnan(value) else value
+def _stated(row: dict[str, Any], *, growth: bool) -> dict[str, Any]:
+    """None, which a table shows as "-" and JSON as null, for a number that there is not.
+
+    growth: False where stores do not fall on the ends of windows, which the bins of a growth exponent hold whole.
+    """
+    absent = {} if growth else dict.fromkeys(("growth_exponent", "growth_ci"))
+    numbers = {key: None for key, value in row.items() if isinstance(value, float) and math.isnan(value)}
+    return row | numbers | absent
 
 
 def _threads(text: str) -> int:

@@ -216,6 +216,19 @@ def test_termination_says_how_to_resume_and_leaves_whole_records(tmp_path):
 
 def test_a_drift_with_turns_has_no_prediction_and_says_so_once():
     done = quantlab("drift", "--turn", "8", "--steps", "16", "--heads", "1", "-p", "int8@1", "-p", "int8@4")
-    assert done.stdout.splitlines()[-1] == "No prediction: there is none with --turn."
+    assert done.stdout.splitlines()[-1] == "No prediction, no growth: there is none with --turn."
     assert "nan" not in done.stdout
     assert done.stdout.count("prediction") == 1
+
+
+@pytest.mark.parametrize(("heads", "said"), [(7, True), (8, False)])
+def test_a_missing_interval_of_the_growth_is_explained(heads, said, printed):
+    arguments = f"drift --alpha 0.9 --steps 64 --heads {heads} --value-dim 16 --key-dim 16 -p int8@1"
+    output = printed(*arguments.split())
+    assert ("No interval of the growth: 14 of at least 16 units (heads x sequences)." in output) == said
+
+
+def test_turns_have_no_growth(printed):
+    arguments = "drift --alpha 0.9 --steps 64 --heads 8 --value-dim 16 --key-dim 16 -p int8@1 --turn 8 --json"
+    row = json.loads(printed(*arguments.split()))
+    assert (row["growth_exponent"], row["growth_ci"], row["predicted_output_error"]) == (None, None, None)
