@@ -17,7 +17,7 @@ from quantlab.cli_predict import predict
 from quantlab.cli_size import EPILOG as SIZE_EPILOG
 from quantlab.cli_size import size
 from quantlab.errors import InputError
-from quantlab.terminal import print_json, print_table, text_of
+from quantlab.terminal import print_json, print_sections, print_table, text_of
 
 if TYPE_CHECKING:
     from quantlab.schemes import Policy
@@ -222,7 +222,7 @@ def explain(
         "in_force": state.effective_policy,
         "checkpoint": f"{parsed.checkpoint.text}: drives the recurrence, {_when_stored(parsed)}",
         "read_copy": f"{parsed.read_copy.text}: serves reads" if parsed.read_copy else "none",
-        "window": _window(parsed),
+        "buffer": _buffer(parsed),
         "rounds_on_the_way": _roundings(parsed),
         "kernel": str(choose(op, device)) if op else "none yet: torch serves every step",
         "bits_per_value": ledger.bits_per_value,
@@ -236,10 +236,12 @@ def explain(
     if as_json:
         print_json([about])
         return
+    lines = []
     for name, value in about.items():
         if isinstance(value, dict):
             value = ", ".join(f"{part} {size:,.0f}" for part, size in value.items())
-        typer.echo(f"{name.replace('_', ' '):>36}  {text_of(value)}")
+        lines.append((name.replace("_", " "), text_of(value)))
+    print_sections([(f"quantlab explain {policy}", lines)])
 
 
 app.command(epilog=SIZE_EPILOG)(size)
@@ -256,7 +258,7 @@ def _when_stored(policy: "Policy") -> str:
     return "stored after every token" if every == 1 else f"stored every {every} tokens"
 
 
-def _window(policy: "Policy") -> str:
+def _buffer(policy: "Policy") -> str:
     if policy.window == 1:
         return "none"
     held = f"up to {policy.window - 1} records in {policy.options.buffer}"

@@ -236,7 +236,7 @@ def _split(found: "Demand", side: dict[str, float]) -> dict[str, float]:
         if share:
             parts |= {f"{name} codes": value * (1 - share), f"{name} scales": value * share}
         else:
-            parts["window" if name == "buffer" else name] = value
+            parts[name] = value
     return parts
 
 

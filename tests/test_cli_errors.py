@@ -196,6 +196,19 @@ def test_two_processes_write_one_folder(tmp_path):
     assert list(tmp_path.glob("records/.*")) == []
 
 
+@pytest.mark.parametrize("columns", [60, 100])
+def test_explain_fits_the_terminal_and_says_buffer(columns, monkeypatch, capsys):
+    monkeypatch.setattr("quantlab.terminal._is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "argv", ["quantlab", "explain", "fp16+sr/nvfp4@16"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("  buffer ") and "up to 15" in line for line in lines)
+    # A word longer than the room, such as the options in force, is never broken.
+    assert all(len(line) <= columns for line in lines if line.count(":") < 3)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -79,7 +79,7 @@ def test_what_error_feedback_costs_is_in_plain_sight():
         "checkpoint scales",
         "residual",
         "read copy scales",
-        "window",
+        "buffer",
         "conv state",
     ):
         assert cells(output, [part])

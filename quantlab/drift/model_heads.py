@@ -148,6 +148,13 @@ def _mamba1(config: dict[str, Any]) -> LayerShape:
     return LayerShape(layers, 1, inner, state)
 
 
+def _zamba(config: dict[str, Any]) -> LayerShape:
+    # A hybrid layer has a recurrence behind its attention, so that every layer counts.
+    inner = config.get("mamba_expand", 2) * config["hidden_size"]
+    layers = _count(config, ("mamba", "hybrid"), "layers_block_type", "layer_types")
+    return LayerShape(layers, 1, inner, config["mamba_d_state"])
+
+
 _DT = "dt log-uniform in [1e-3, 1e-1]"
 _MAMBA2 = ModelType("mamba2", _mamba2, _counted_rates, _head_steps, f"A = 1 .. heads, {_DT}")
 _BAMBA = ModelType("mamba2", _bamba, _counted_rates, _unit_bias, "A = 1 .. heads, dt_bias = 1")
@@ -176,6 +183,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "mamba": _MAMBA1,
     "falcon_mamba": _MAMBA1,
     "jamba": _MAMBA1,
+    "zamba": ModelType("mamba1", _zamba, _channel_rates, _value_steps, _MAMBA1.law),
 }
 """By the ``model_type`` of a config."""
 
@@ -183,7 +191,7 @@ MODEL_TYPES: dict[str, ModelType] = {
 def heads_of_folder(folder: Path, gate_spread: float = 0.0) -> HeadStatistics:
     """Statistics of every recurrent head of a Hugging Face folder, one batch of heads over all layers.
 
-    With A_log and dt_bias (mamba1: dt_proj.bias) in its safetensors files these; else the initial distribution of the
+    With A_log and dt_bias (mamba1: of dt_proj) in its safetensors files these; else the initial distribution of the
     layer, which forgets far faster than what training makes of it.  mamba1: a head is a layer, d_inner x state size.
     gate_spread: as in ``heads_of_gates``.  Raises InputError for a folder without a readable config of a known
     ``model_type``, and for weights that do not fit it.
@@ -259,7 +267,8 @@ def _weights(folder: Path, kind: ModelType, shape: LayerShape) -> dict[str, tupl
     from safetensors import SafetensorError, safe_open
 
     axis = get_recurrence(kind.family).axis
-    bias_name = "dt_proj.bias" if axis is DecayAxis.ELEMENT else "dt_bias"
+    # Zamba keeps the projections of its heads in one parameter without a layer of its own.
+    bias_names = ("dt_proj.bias", "dt_proj_bias") if axis is DecayAxis.ELEMENT else ("dt_bias",)
     a_shape: tuple[int, ...] = (shape.heads,)
     bias_shape: tuple[int, ...] = (shape.heads,)
     if axis is DecayAxis.KEY:
@@ -271,17 +280,21 @@ def _weights(folder: Path, kind: ModelType, shape: LayerShape) -> dict[str, tupl
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (not a dict)
-                    for part, wanted in (("A_log", a_shape), (bias_name, bias_shape)):
-                        if name.endswith("." + part):
+                    for part, ends, wanted in (
+                        ("A_log", ("A_log",), a_shape),
+                        ("bias", bias_names, bias_shape),
+                    ):
+                        end = next((end for end in ends if name.endswith("." + end)), None)
+                        if end is not None:
                             value = file.get_tensor(name).double()
                             if value.numel() != math.prod(wanted):
                                 raise InputError(name, tuple(value.shape), f"shape {wanted} for this config")
-                            parts.setdefault(name[: -len(part) - 1], {})[part] = value.reshape(wanted)
+                            parts.setdefault(name[: -len(end) - 1], {})[part] = value.reshape(wanted)
         except (SafetensorError, OSError):
             raise InputError("config", str(path), "a readable safetensors file") from None
     complete = {name: pair for name, pair in parts.items() if len(pair) == 2}
     order = sorted(complete, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])
-    return {_layer_name(name): (complete[name]["A_log"], complete[name][bias_name]) for name in order}
+    return {_layer_name(name): (complete[name]["A_log"], complete[name]["bias"]) for name in order}
 
 
 def _layer_name(prefix: str) -> str:

@@ -133,7 +133,9 @@ def _mamba1(state: str, kernel: str, expand: str):
         recurrent = None
         period = config.optional("attn_layer_period")
         named, every = config.layers()
-        if named is None and period is not None:
+        if config.data["model_type"] == "zamba":
+            recurrent = every  # also behind the attention of a hybrid layer
+        elif named is None and period is not None:
             offset = config.data.get("attn_layer_offset") or 0
             if not isinstance(offset, int):
                 raise InputError("config", f"{config.path}: attn_layer_offset = {offset}", "a whole number")

@@ -21,7 +21,7 @@ from quantlab.drift.risks import (
 )
 from quantlab.errors import InputError
 from quantlab.formats import parse
-from quantlab.models.config_geometry import read_config
+from quantlab.models.config_geometry import READERS, read_config
 from quantlab.recurrences import get_recurrence
 
 
@@ -232,6 +232,30 @@ def test_every_so_many_layers_are_full_attention_where_a_config_lists_none(tmp_p
     (tmp_path / "config.json").write_text(json.dumps(config | more))
     assert heads_of_folder(tmp_path).heads == 7 * 4  # all but the fourth and the eighth layer
     assert read_config(tmp_path).layers == 7  # what ``quantlab size`` counts
+
+
+def test_every_layer_of_zamba_counts_and_its_heads_are_channels(tmp_path):
+    """A hybrid layer has a recurrence behind its attention; weights lie in (heads, width, state size)."""
+    config = {"model_type": "zamba", "num_hidden_layers": 3, "hidden_size": 4, "mamba_expand": 2}
+    config |= {"mamba_d_state": 16, "mamba_d_conv": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
+    for listed in ({}, {"layers_block_type": ["mamba", "hybrid", "mamba"]}):
+        (tmp_path / "config.json").write_text(json.dumps(config | listed))
+        found = heads_of_folder(tmp_path)
+        assert (found.family, found.heads, found.value_dim, found.key_dim) == ("mamba1", 3, 8, 16)
+        assert read_config(tmp_path).layers == 3  # what ``quantlab size`` counts
+    weights = {
+        "model.layers.0.mamba.A_log": torch.full((2, 4, 16), 0.5),
+        "model.layers.0.mamba.dt_proj_bias": torch.full((2, 4), -2.0),
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    found = heads_of_folder(tmp_path)
+    assert (found.heads, found.names) == (1, ("layer 0, head 0",))
+    step = math.log1p(math.exp(-2.0))
+    assert np.allclose(found.decay, math.exp(-2 * math.exp(0.5) * step), rtol=1e-6)
+
+
+def test_every_model_type_whose_size_is_counted_is_predicted():
+    assert set(READERS) == set(MODEL_TYPES)
 
 
 def test_weights_are_read_where_they_are(tmp_path):
