@@ -31,8 +31,12 @@ DELTA_POLICIES = [
     "fp32/nvfp4@4:key_read=checkpoint",
     "fp8/nvfp4@4:contents=derived:flush_read=copy:key_read=checkpoint",
 ]
-CASES = [(f, p) for f in FAMILIES for p in POLICIES] + [
-    (f, p) for f in ("gated_delta", "kimi_delta") for p in DELTA_POLICIES
+# The fast tier runs every policy with and without a delta rule; the property test beside it runs every family.
+FAST_FAMILIES = ("gated_delta", "mamba2")
+CASES = [
+    pytest.param(family, policy, marks=[] if family in FAST_FAMILIES else pytest.mark.slow)
+    for family in FAMILIES
+    for policy in POLICIES + (DELTA_POLICIES if RECURRENCES[family].delta_rule else [])
 ]
 # Flush rules, schedules, reads and roundings that change what a restart must bring back.
 OPTION_POLICIES = [
