@@ -57,14 +57,22 @@ class WindowBuffer:
         return replace(records, log_decay=narrow(records.log_decay, self.site), beta=beta)
 
     def append(self, records: Records, rows: Tensor | None, lengths: Tensor | None = None) -> None:
-        """Write records (n, T, ...) behind what each row holds: as accepted tokens, or as drafts with ``lengths``."""
+        """Write records (n, T, ...) behind what each row holds: as accepted tokens, or as drafts with ``lengths``.
+
+        What stands behind a row's length is not written: the ring may have no room for it.
+        """
         batch, count = self.cursor.shape[0], len(records)
         where = torch.arange(batch) if rows is None else rows
         at = self.origin[where] + self.cursor[where]
         kept = self.kept(records)
         first = int(at[0]) % self.capacity if len(at) else 0
         uniform = rows is None and first + count <= self.capacity and bool((at == at[:1]).all())
-        index = (at[:, None] + torch.arange(count)) % self.capacity
+        used = torch.ones(len(at), count, dtype=torch.bool)
+        if lengths is not None:
+            used = torch.arange(count) < lengths[:, None]
+        uniform = uniform and bool(used.all())
+        index = ((at[:, None] + torch.arange(count)) % self.capacity)[used]
+        written = where[:, None].expand(-1, count)[used]
         for name in ("k", "d", "log_decay", *(("v", "beta") if self.raw else ())):
             value = getattr(kept, name)
             assert value is not None
@@ -74,7 +82,7 @@ class WindowBuffer:
             if uniform:
                 kept_field[:, first : first + count] = value
             else:
-                kept_field[where[:, None], index] = value
+                kept_field[written, index] = value[used]
         self._own_numbers()
         if lengths is None:
             self.cursor[where] += count

@@ -31,7 +31,8 @@ class DecodeState(StateRows):
     output is read from that unrounded fold (``flush_read=exact``), the fold is rounded and stored, and the read copy is
     encoded from the stored checkpoint.  With ``contents=raw`` the fold first re-derives every d from the checkpoint, so
     that read errors never enter it; with ``contents=derived`` it takes the d that the reads produced.  With window 1
-    every step is a flush.  With ``flush=early`` a forward first folds what the window holds, and its own tokens stay.
+    every step is a flush.  With ``flush=early`` a forward of T tokens of a row first folds what its window holds, if
+    that is more than window - 2 T records; its own tokens stay.
 
     Drafts are read by the same formula, all at once, and kept behind the window's cursor; ``commit`` moves it.
 
@@ -55,8 +56,10 @@ class DecodeState(StateRows):
         """Read T drafted tokens in one go, output only: (n, T, heads, value_dim); nothing but the drafts is kept.
 
         tokens: with a token dimension T after the batch.  lengths: (n,) integers, drafts of each row that count (T by
-        default); outputs behind them are zero.  No state is stored before acceptance, so a draft behind the end of the
-        window is read from a window that is longer by it.  ``commit`` says how many drafts stay.
+        default); outputs behind them are zero, and a row of length 0 is left as it was.  No state is stored before
+        acceptance, so a draft behind the end of the window is read from a window that is longer by it.  With
+        ``flush=early`` each row's own length decides whether its history is folded first.  ``commit`` says how many
+        drafts stay.
         """
         rows = self._entered_rows(rows)
         count = checks.token_count(tokens)
@@ -67,11 +70,16 @@ class DecodeState(StateRows):
         tokens = self._entered(tokens, rows, count)
         self._refuse_drafts(rows, "verify")
         lengths = checks.lengths(lengths, len(tokens.v), count)
-        tokens = keep_first(tokens, lengths)
-        if self._options.schedule == "step":
-            return self._forward_rounded(tokens, rows, lengths)
-        due = self._due(rows, count) if self._early else torch.zeros(len(lengths), dtype=torch.bool)
-        return self._split(due, self._forward_early, self._forward, tokens, rows, lengths)
+        at = lengths.nonzero()[:, 0]
+        if bool((lengths == count).all()):
+            return self._verified(tokens, rows, lengths)
+        outputs = torch.zeros(len(lengths), count, self.shape.heads, self.shape.value_dim, dtype=self.dtype)
+        if len(at):
+            where = at if rows is None else rows[at]
+            tokens = keep_first(tokens.map(lambda t: t[at]), lengths[at])
+            read = self._verified(tokens, where, lengths[at])
+            outputs[at] = only_used(read, lengths[at])
+        return outputs
 
     def commit(self, counts: Tensor, rows: Tensor | None = None) -> None:
         """Accept the first ``counts[i]`` drafts of each row (integers, 0 to those verified); the others are dropped.
@@ -114,7 +122,8 @@ class DecodeState(StateRows):
         tokens = tokens.map(lambda t: t[at].detach().to(self.dtype))
         tokens = self._maths.entering(keep_first(tokens, lengths[at]), current=False)
         with self._all_or_nothing():
-            state, outputs[at] = self._maths.chunk(self._folded(rows), tokens, lengths[at])
+            state, read = self._maths.chunk(self._folded(rows), tokens, lengths[at])
+            outputs[at] = only_used(read, lengths[at])
             self._store(state, rows, rounded=self._options.schedule != "turn")
             self._buffer.drop(rows)
         return outputs
@@ -133,6 +142,13 @@ class DecodeState(StateRows):
             with self._all_or_nothing():
                 self._store(self._folded(rows), rows, rounded=True)
                 self._buffer.drop(rows)
+
+    def _verified(self, tokens: StepInputs, rows: Tensor | None, lengths: Tensor) -> Tensor:
+        """Read and record drafts, at least one a row; those behind ``lengths`` change nothing."""
+        if self._options.schedule == "step":
+            return self._forward_rounded(tokens, rows, lengths)
+        due = self._due(rows, lengths) if self._early else torch.zeros(len(lengths), dtype=torch.bool)
+        return self._split(due, self._forward_early, self._forward, tokens, rows, lengths)
 
     def _forward(self, tokens: StepInputs, rows: Tensor | None, lengths: Tensor | None) -> Tensor:
         """Read and record; nothing is stored."""
@@ -211,8 +227,8 @@ class DecodeState(StateRows):
             self._note_read(served, rows)
         return self._maths.read(base, self._buffer.records(rows), tokens, key_base)
 
-    def _due(self, rows: Tensor | None, count: int) -> Tensor:
-        """Rows (n,) that fold in a forward of ``count`` tokens."""
+    def _due(self, rows: Tensor | None, count: int | Tensor) -> Tensor:
+        """Rows (n,) that fold in a forward of ``count`` tokens, or of so many for each row."""
         cursor = self._buffer.cursor if rows is None else self._buffer.cursor[rows]
         if self._early:
             return (cursor > 0) & (cursor + 2 * count > self._window)
@@ -256,6 +272,12 @@ class DecodeState(StateRows):
             outputs[at] = part
         assert outputs is not None
         return outputs
+
+
+def only_used(outputs: Tensor, lengths: Tensor) -> Tensor:
+    """Outputs (n, T, ...) with zeros behind each row's length: what is not finite there is nobody's."""
+    used = torch.arange(outputs.shape[1]) < lengths[:, None]
+    return torch.where(used[:, :, None, None], outputs, 0.0)
 
 
 def start(

@@ -14,7 +14,8 @@ buffer=F, hilo      a record's k, d and v are read back rounded to F, or as bf16
 contents=raw        (delta rules) a fold re-derives d_j = beta_j (v_j - S_{j-1}' k_j) from the checkpoint; the d that a
                     read produced serves reads alone.  derived: the fold takes that d.
 current=buffer      k, v and d of the current token are rounded like the buffer's before they are used.
-flush=early         before a forward of T tokens with cursor + 2 T > L the window is folded, the tokens stay in it.
+flush=early         before a forward with T > 0 tokens of this sequence, whatever its batch mates have, the window is
+                    folded if cursor + 2 T > L; the tokens stay in it.
 flush_read=copy     the token that completes a window is read like every other token; exact: from the unrounded fold.
 ef_read=include     reads see checkpoint + residual, at a flush too.
 schedule=step       every token is folded and stored by itself (window 1), from what the buffer kept of it.
@@ -184,9 +185,9 @@ class Sequence:
         return deltas, outputs
 
     # -- operations
-    def forward(self, tokens: list[Token], count: int) -> Work:
-        """d and outputs of tokens that stay in the window; ``count`` tokens run, of which ``tokens`` are this row's."""
-        if self.rules.early and self.window and len(self.window) + 2 * count > self.rules.window:
+    def forward(self, tokens: list[Token]) -> Work:
+        """d and outputs of tokens, at least one, that stay in the window."""
+        if self.rules.early and self.window and len(self.window) + 2 * len(tokens) > self.rules.window:
             if self.rules.stored_view:
                 found = self.read(tokens)
                 yield from self.fold_and_store()
@@ -200,7 +201,7 @@ class Sequence:
     def step(self, token: Token) -> Work:
         token = self.rules.entering(token)
         if self.rules.early or len(self.window) < self.rules.window - 1:
-            (d,), (output,) = yield from self.forward([token], 1)
+            (d,), (output,) = yield from self.forward([token])
             self.inputs.append(self.rules.kept(token, d))
             return output
         return (yield from self.complete(token))
@@ -222,12 +223,14 @@ class Sequence:
         yield from self.store(dense, rounded=self.rounds_decode)
         return output
 
-    def verify(self, tokens: list[Token], count: int) -> Work:
+    def verify(self, tokens: list[Token]) -> Work:
+        if not tokens:
+            return []
         tokens = [self.rules.entering(t) for t in tokens]
         if self.rules.options["schedule"] == "step":
             deltas, outputs = yield from self.verify_rounded(tokens)
         else:
-            deltas, outputs = yield from self.forward(tokens, count)
+            deltas, outputs = yield from self.forward(tokens)
         self.drafts = [self.rules.kept(t, d) for t, d in zip(tokens, deltas, strict=True)]
         return outputs
 

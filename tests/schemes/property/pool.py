@@ -68,7 +68,7 @@ class NaivePool:
         return self.forward(tokens, slots, 1, lambda s, row: s.step(row[0]))[:, 0]
 
     def verify(self, tokens: list[list[Token]], slots: list[int], count: int) -> Array:
-        return self.forward(tokens, slots, count, lambda s, row: s.verify(row, count))
+        return self.forward(tokens, slots, count, lambda s, row: s.verify(row))
 
     def extend(self, tokens: list[list[Token]], slots: list[int], count: int) -> Array:
         return self.forward(tokens, slots, count, lambda s, row: s.extend(row))
