@@ -217,7 +217,11 @@ SEEDS = {
         "class A:\n    import pyarrow",
         "may import pyarrow only inside",
     ),
-    "torch in records": ("quantlab/records.py", "def f():\n    import torch", "records does without torch"),
+    "torch in records": (
+        "quantlab/records/record.py",
+        "def f():\n    import torch",
+        "records does without torch",
+    ),
     "torch in report": ("quantlab/report/a.py", "from torch import nn", "report does without torch"),
     "report on drift": ("quantlab/report/a.py", "import quantlab.drift", "report may not import drift"),
     "statistics on records": (

@@ -157,7 +157,7 @@ def test_stale_temporaries_of_dead_processes_only(tmp_path):
         "with records.atomic_path(sys.argv[1] + '/dead') as t: t.write_text('x'); os._exit(1)"
     )
     subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], check=False, cwd=Path(records.__file__).parents[1]
+        [sys.executable, "-c", script, str(tmp_path)], check=False, cwd=Path(records.__file__).parents[2]
     )
     with records.atomic_path(tmp_path / "live") as live:
         assert len(os.listdir(tmp_path)) == 2
@@ -185,7 +185,7 @@ def test_output_folder_that_takes_no_files():
 
 def test_output_folder_without_space(tmp_path, monkeypatch):
     usage = type("usage", (), {"free": records.MINIMUM_FREE_BYTES - 1})
-    monkeypatch.setattr(records.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     with pytest.raises(InputError, match="free space"):
         records.check_output_folder(tmp_path)
 
@@ -202,7 +202,7 @@ def test_environment_imports_nothing_heavy_and_names_no_machine():
         "import json, sys; from quantlab.sweep.environment import capture_environment; e = capture_environment(3)\n"
         "assert not {'torch', 'triton', 'transformers', 'lm_eval'} & set(sys.modules); print(json.dumps(e))"
     )
-    root = Path(records.__file__).parents[1]
+    root = Path(records.__file__).parents[2]
     text = subprocess.run(
         [sys.executable, "-c", script], check=True, cwd=root, capture_output=True, text=True
     ).stdout
@@ -266,7 +266,7 @@ def test_unsound_streams_are_neither_written_nor_read(tmp_path, monkeypatch, cha
         records.save_stream_file(path, stream(**changes), {"family": "gated_delta"})
     assert not path.exists()
     with monkeypatch.context() as patch:
-        patch.setattr(records, "_check_stream", lambda *_: None)
+        patch.setattr(records.streams, "_check_stream", lambda *_: None)
         records.save_stream_file(path, stream(**changes), {"family": "gated_delta"})
     with pytest.raises(InputError, match=says):
         records.load_stream_file(path)

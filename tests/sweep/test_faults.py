@@ -68,7 +68,7 @@ def test_a_full_disk_ends_the_sweep_in_one_line(tmp_path, monkeypatch):
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("quantlab.records.write_atomic", full)
+    monkeypatch.setattr("quantlab.records.record.write_atomic", full)
     with pytest.raises(InputError, match=r"output .*No space left on device.*the same command resumes"):
         outcome(tmp_path, BODY % "pass")
     assert list((tmp_path / "records").iterdir()) == []
