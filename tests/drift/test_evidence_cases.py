@@ -8,7 +8,8 @@ import torch
 
 from quantlab.drift.evidence import CASES, Figure, Measured, get_case, outcomes, run_cases
 from quantlab.drift.evidence.case import mean_over, pooled_over
-from quantlab.drift.evidence.hazards import GEOMETRIES, bias_statistic, rollback, slot_hazards
+from quantlab.drift.evidence.gates import bias_statistic
+from quantlab.drift.evidence.slots import GEOMETRIES, rollback, slot_hazards
 from quantlab.drift.evidence.streams import gdn, gdn_stream
 from quantlab.errors import InputError
 from quantlab.schemes.buffer import WindowBuffer

@@ -3,15 +3,16 @@
 Add a case: a ``Case`` in the file of its group, in that file's ``CASES``.
 """
 
-from quantlab.drift.evidence import arithmetic, hazards, storage
+from quantlab.drift.evidence import arithmetic, gates, grouping, slots, storage
 from quantlab.drift.evidence.case import Case, Figure, Measured, Outcome, outcomes
 from quantlab.drift.evidence.run import run_cases
 from quantlab.errors import unknown_name
 
+_FILES = (storage, arithmetic, grouping, gates, slots)
 CASES: dict[str, Case] = {
     case.name: case
     for case in sorted(
-        (*storage.CASES, *arithmetic.CASES, *hazards.CASES), key=lambda case: int(case.name.removeprefix("B"))
+        (case for file in _FILES for case in file.CASES), key=lambda case: int(case.name.removeprefix("B"))
     )
 }
 

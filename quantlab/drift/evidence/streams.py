@@ -102,3 +102,9 @@ def output_errors(
 def squared(x: Tensor) -> NDArray:
     """Squared norm of each unit: (batch, heads, ...) -> (batch * heads,) float64."""
     return x.double().flatten(2).square().sum(-1).flatten().numpy()
+
+
+def tokens_of(stream: Stream, first: int, last: int) -> StepInputs:
+    """Tokens first .. last - 1 with the token dimension after the batch."""
+    tokens = StepInputs(stream.q, stream.k, stream.v, stream.log_decay, stream.beta)
+    return tokens.map(lambda t: t[first:last].transpose(0, 1))
