@@ -9,13 +9,18 @@ from quantlab.schemes.state import DecodeState
 def save_decode_state(state: DecodeState, path: str | Path) -> None:
     """Write ``state.save()`` as a safetensors file: to a temporary name in the same folder, then renamed.
 
-    Raises InputError for a folder that is not there and, as ``save`` does, while drafts are pending.
+    Raises InputError for a place that cannot be written to (nothing is left there) and, as ``save`` does, while drafts
+    are pending.
     """
     from safetensors.torch import save
 
     from quantlab.records import write_atomic
 
-    write_atomic(path, save({name: value.contiguous() for name, value in state.save().items()}))
+    data = save({name: value.contiguous() for name, value in state.save().items()})
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        raise InputError("path", str(path), f"a place that can be written to ({error.strerror})") from error
 
 
 def load_decode_state(path: str | Path) -> DecodeState:

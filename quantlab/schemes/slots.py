@@ -54,7 +54,7 @@ class SlotPool:
         self._state = start(
             policy,
             family,
-            torch.zeros(slots, shape.heads, shape.value_dim, shape.key_dim),
+            _zero_states(slots, shape),
             key_heads=shape.key_heads,
             rates=rates,
             seed=seed,
@@ -274,3 +274,14 @@ class SlotPool:
         self._state.reset(torch.tensor([slot]), initial[None], checks.sequence_ids(names, 1))
         if sequence_id is None:
             self._next_id += 1
+
+
+def _zero_states(slots: int, shape: StateShape) -> Tensor:
+    """Zeros (slots, heads, value_dim, key_dim); InputError if no memory of this machine could hold them."""
+    try:
+        return torch.zeros(slots, shape.heads, shape.value_dim, shape.key_dim)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        gib = slots * shape.heads * shape.value_dim * shape.key_dim * 4 / 2**30
+        raise InputError(
+            "slots", slots, f"a number that fits in memory; a pool of it begins at {gib:.3g} GiB"
+        ) from error

@@ -225,3 +225,10 @@ def test_other_files_are_refused(tmp_path):
     for path in (tmp_path / "x", tmp_path / "absent"):
         with pytest.raises(InputError, match="a file of save_decode_state"):
             load_decode_state(path)
+
+
+@pytest.mark.parametrize("slots", [10**13, 10**18, 10**30])
+def test_a_pool_that_no_memory_holds_is_one_line(slots):
+    with pytest.raises(InputError, match=f"slots.*{slots}.*GiB") as caught:
+        SlotPool("fp32@1", "mamba2", StateShape(2, 4, 8, 1), slots)
+    assert "\n" not in str(caught.value)

@@ -1,11 +1,14 @@
 """Invariants of the decode state that hold for every policy and family."""
 
+import contextlib
+
 import pytest
 import torch
 
 from quantlab.errors import InputError
 from quantlab.recurrences import RECURRENCES
 from quantlab.schemes import DecodeState, Diverged, start
+from quantlab.schemes.files import load_decode_state, save_decode_state
 
 from .streams import begin, relative, run, stream
 
@@ -261,3 +264,47 @@ def test_divergence_is_told_apart_from_failure():
     object.__setattr__(broken, "v", torch.full_like(inputs.v, 1e38) * 10)
     with pytest.raises(Diverged):
         state.step(broken)
+
+
+@pytest.mark.parametrize(
+    "fault", [OSError(28, "No space left on device"), OSError(30, "Read-only file system")]
+)
+def test_a_state_that_cannot_be_written_is_one_line_and_leaves_nothing(fault, tmp_path, monkeypatch):
+    s = stream("mamba2")
+    state = begin("bf16/nvfp4@4", s)
+    path = tmp_path / "state.safetensors"
+    save_decode_state(state, path)
+    before = path.read_bytes()
+    state.step(s.step(0))
+
+    def refuse(_):
+        raise fault
+
+    monkeypatch.setattr("os.fsync", refuse)
+    with pytest.raises(InputError, match=str(fault.strerror)):
+        save_decode_state(state, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(InputError, match="state"):
+        save_decode_state(state, tmp_path / "no folder" / "state")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_damaged_file_is_one_line(seed, tmp_path):
+    """Cut short, or with one bit changed: InputError, or (a bit of the numbers) a state of the same shape."""
+    s = stream("gated_delta")
+    state = begin("int8+ef/nvfp4@4" if seed % 2 else "fp16+sr@4", s)
+    state.step(s.step(0))
+    path = tmp_path / "state"
+    save_decode_state(state, path)
+    data = path.read_bytes()
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.randint(0, len(data), (24,), generator=generator).tolist()
+    for at in [*places, *range(0, 400, 17)]:
+        changed = bytearray(data)
+        changed[at] ^= 1 << (at % 8)
+        for damaged in (data[:at], bytes(changed)):
+            path.write_bytes(damaged)
+            with contextlib.suppress(InputError):
+                assert load_decode_state(path).materialize().shape == state.materialize().shape
+                assert damaged != data[:at]
