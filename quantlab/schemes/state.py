@@ -249,29 +249,13 @@ class DecodeState(StateRows):
         with self._all_or_nothing():
             if bool(flags.all()):
                 return yes(tokens, rows, lengths)
-            return self._split_rows(flags, yes, no, tokens, rows, lengths)
-
-    def _split_rows(
-        self,
-        flags: Tensor,
-        yes: Forward,
-        no: Forward,
-        tokens: StepInputs,
-        rows: Tensor | None,
-        lengths: Tensor | None,
-    ) -> Tensor:
-        where = torch.arange(self.batch) if rows is None else rows
-        outputs = None
-        for forward, flagged in ((no, ~flags), (yes, flags)):
-            at = flagged.nonzero()[:, 0]
-            part = forward(
-                tokens.map(lambda t, at=at: t[at]), where[at], None if lengths is None else lengths[at]
-            )
-            if outputs is None:
-                outputs = part.new_empty(len(flags), *part.shape[1:])
-            outputs[at] = part
-        assert outputs is not None
-        return outputs
+            where = torch.arange(self.batch) if rows is None else rows
+            outputs = tokens.v.new_empty(*tokens.v.shape[:2], self.shape.heads, self.shape.value_dim)
+            for forward, flagged in ((no, ~flags), (yes, flags)):
+                at = flagged.nonzero()[:, 0]
+                own = None if lengths is None else lengths[at]
+                outputs[at] = forward(tokens.map(lambda t, at=at: t[at]), where[at], own)
+            return outputs
 
 
 def only_used(outputs: Tensor, lengths: Tensor) -> Tensor:
