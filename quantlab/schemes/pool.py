@@ -1,0 +1,263 @@
+"""The decode states of a model in device memory: every layer's slots, laid out for kernels.
+
+This is the memory that kernels work on in place; ``DecodeState`` stays the truth of what happens to it.  A batch of one
+step names a slot for each of its rows, in any order; a negative slot number is a padded row, which nothing is read from
+or written to.  Layers share the counters of a slot, so a step is ``begin_step``, ``decode_token`` once a layer, and
+``end_step``.
+
+Layout (S slots, H heads, G key heads, V value dim, K key dim, R records; everything contiguous):
+
+    checkpoint        (S, H, V, K)      float32, bfloat16, float16; or codes, int8 or uint8 (fp8)
+    checkpoint_scales (S, H, V)         float32, with codes
+    copy_codes        (S, H, V, K / 2)  uint8, two 4-bit codes a byte, the low nibble is the even element; fp8: (S, H, V, K)
+    copy_scales       (S, H, V, K / 16) uint8 E4M3; mxfp4: (S, H, V, K / 32) uint8 E8M0; fp8: (S, H, V) float32
+    copy_global_scale (S, H)            float32, nvfp4 alone
+    k_buffer          (S, G, R, K)      the records of a group are one block of memory; shared by the group's heads
+    d_buffer          (S, H, R, V)      what was written along k
+    v_buffer          (S, H, R, V)      contents=raw: what d is derived from again
+    beta_buffer       (S, H, R)         float32, contents=raw
+    log_decay_buffer  (S, H, R)         float32; kimi_delta (S, H, R, K)
+
+Record j of a slot stands at ring position (origin + j) mod R; R is a power of two.  Positions at and behind the cursor
+are undefined memory.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantlab.errors import InputError
+from quantlab.formats import Encoded, Format, pack_nibbles, unpack_nibbles
+from quantlab.recurrences import get_recurrence
+from quantlab.schemes import checks
+from quantlab.schemes.fits import check_policy_fits
+from quantlab.schemes.ledger import StateShape, uses_raw
+from quantlab.schemes.policy import Policy, parse_policy
+
+BUFFER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class SlotCounters:
+    """What the layers of a model share.
+
+    cursor, origin, pending: int32 (S,), records in the window, ring position of the oldest, drafts behind the cursor.
+    store_numbers, sequence_ids: int64 (S,), of the last store (0 = prefill) and of the sequence; with ``seed``, int64
+    (1,), they name the random bits of stochastic rounding.  In device memory, so that a captured graph sees them move.
+    """
+
+    cursor: Tensor
+    origin: Tensor
+    pending: Tensor
+    store_numbers: Tensor
+    sequence_ids: Tensor
+    seed: Tensor
+
+    @property
+    def slots(self) -> int:
+        return self.cursor.shape[0]
+
+
+@dataclass(frozen=True)
+class LayerPool:
+    """One layer's memory, as in the module's docstring; parts that the policy has no use for are None."""
+
+    policy: Policy
+    family: str
+    shape: StateShape
+    layer: int
+    counters: SlotCounters
+    checkpoint: Tensor
+    checkpoint_scales: Tensor | None
+    copy_codes: Tensor | None
+    copy_scales: Tensor | None
+    copy_global_scale: Tensor | None
+    k_buffer: Tensor | None
+    d_buffer: Tensor | None
+    v_buffer: Tensor | None
+    beta_buffer: Tensor | None
+    log_decay_buffer: Tensor | None
+
+    @property
+    def slots(self) -> int:
+        return self.checkpoint.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.checkpoint.device
+
+    @property
+    def records(self) -> int:
+        """Ring positions of a window; 0 under @1, which has none."""
+        return 0 if self.k_buffer is None else self.k_buffer.shape[2]
+
+    @property
+    def raw(self) -> bool:
+        return self.v_buffer is not None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
+
+def allocate_pool(
+    policy: str | Policy,
+    family: str,
+    shape: StateShape,
+    slots: int,
+    *,
+    layers: int = 1,
+    seed: int = 0,
+    drafts: int = 0,
+    device: torch.device | str = "cpu",
+) -> list[LayerPool]:
+    """Memory for ``slots`` sequences in ``layers`` layers of one shape; counters start as after a hand-off.
+
+    What the memory holds is undefined until ``pool_rows.put_rows`` or ``load_state`` fills a slot.  drafts: tokens that
+    one verification may add behind a window.
+
+    Raises:
+        InputError: the policy does not fit the family, or keeps something that the pool has no layout for.
+    """
+    policy = parse_policy(policy)
+    check_policy_fits(policy, family)
+    checks.whole_shape(shape)
+    for name, value, least in (("slots", slots, 1), ("layers", layers, 1), ("drafts", drafts, 0)):
+        if not checks.is_integer(value) or value < least:
+            raise InputError(name, value, f"an integer of at least {least}")
+    if reason := unpoolable(policy, family, shape):
+        raise InputError("policy", str(policy), reason)
+    device = torch.device(device)
+
+    def counter(dtype: torch.dtype) -> Tensor:
+        return torch.zeros(slots, dtype=dtype, device=device)
+
+    counters = SlotCounters(
+        *(counter(torch.int32) for _ in range(3)),
+        store_numbers=counter(torch.int64),
+        sequence_ids=torch.arange(slots, device=device),
+        seed=torch.full((1,), seed, dtype=torch.int64, device=device),
+    )
+    return [_layer(policy, family, shape, slots, n, drafts, counters, device) for n in range(layers)]
+
+
+def _layer(
+    policy: Policy,
+    family: str,
+    shape: StateShape,
+    slots: int,
+    layer: int,
+    drafts: int,
+    counters: SlotCounters,
+    device: torch.device,
+) -> LayerPool:
+    heads, value_dim, key_dim = shape.heads, shape.value_dim, shape.key_dim
+    recurrence = get_recurrence(family)
+
+    def memory(dtype: torch.dtype | None, *sizes: int) -> Tensor | None:
+        return None if dtype is None else torch.empty((slots, *sizes), dtype=dtype, device=device)
+
+    code_dtype, scale_dtype = _checkpoint_dtypes(policy.checkpoint)
+    copy = dict.fromkeys(("copy_codes", "copy_scales", "copy_global_scale"))
+    if policy.read_copy is not None:
+        name = policy.read_copy.name
+        packed = key_dim if name == "fp8_e4m3" else key_dim // 2
+        copy["copy_codes"] = memory(torch.uint8, heads, value_dim, packed)
+        if name == "fp8_e4m3":
+            copy["copy_scales"] = memory(torch.float32, heads, value_dim)
+        else:
+            block = 16 if name == "nvfp4" else 32
+            copy["copy_scales"] = memory(torch.uint8, heads, value_dim, key_dim // block)
+        copy["copy_global_scale"] = memory(torch.float32 if name == "nvfp4" else None, heads)
+    held = policy.window - 1 + drafts
+    records = 0 if policy.window == 1 and not drafts else 1 << max(held - 1, 0).bit_length()
+    vectors = BUFFER_DTYPES[policy.options.buffer] if records else None
+    raw = vectors if records and uses_raw(policy, recurrence) else None
+    gates = recurrence.gate_shape(heads, value_dim, key_dim)
+    return LayerPool(
+        policy=policy,
+        family=family,
+        shape=shape,
+        layer=layer,
+        counters=counters,
+        checkpoint=torch.empty((slots, heads, value_dim, key_dim), dtype=code_dtype, device=device),
+        checkpoint_scales=memory(scale_dtype, heads, value_dim),
+        **copy,
+        k_buffer=memory(vectors, shape.key_heads, records, key_dim),
+        d_buffer=memory(vectors, heads, records, value_dim),
+        v_buffer=memory(raw, heads, records, value_dim),
+        beta_buffer=memory(None if raw is None else torch.float32, heads, records),
+        log_decay_buffer=memory(torch.float32 if records else None, heads, records, *gates[1:]),
+    )
+
+
+def unpoolable(policy: Policy, family: str, shape: StateShape) -> str | None:
+    """What the pool would need to be different, or None if it has a layout for the policy."""
+    options, checkpoint, copy = policy.options, policy.checkpoint, policy.read_copy
+    if family not in ("mamba2", "gated_delta", "kimi_delta"):
+        return f"family mamba2, gated_delta or kimi_delta, not {family}"
+    if not _plain(checkpoint) or checkpoint.name not in (
+        "fp32",
+        "bf16",
+        "fp16",
+        "fp8_e4m3",
+        "int8",
+    ):
+        return "a checkpoint of fp32, bf16, fp16, fp8 or int8, rounded to nearest or stochastically"
+    if checkpoint.name in ("fp8_e4m3", "int8") and checkpoint.granularity != "row":
+        return "one scale a value row in the checkpoint"
+    if copy is not None:
+        granularity = {"nvfp4": "matrix", "fp8_e4m3": "row", "mxfp4": None}
+        if not _plain(copy) or copy.name not in granularity or copy.stochastic:
+            return "a read copy of nvfp4, mxfp4 or fp8, rounded to nearest"
+        if granularity[copy.name] is not None and copy.granularity != granularity[copy.name]:
+            return f"{copy.name}:{granularity[copy.name]} as the read copy"
+        if shape.key_dim % 32:
+            return "a key dim in whole blocks of 32 with a read copy"
+    if options.buffer not in BUFFER_DTYPES:
+        return "buffer=fp32, bf16 or fp16"
+    if options.schedule != "flush" or options.dot != "ieee" or options.sites:
+        return "the default schedule and dot, and no extra rounding sites"
+    if options.current != "exact" or options.ef_read != "exclude":
+        return "current=exact and ef_read=exclude"
+    return None
+
+
+def _plain(stored: Format) -> bool:
+    """Whether a format is a canonical recipe as it stands."""
+    return (
+        stored.profile is None
+        and stored.hadamard is None
+        and not stored.error_feedback
+        and stored.text.partition("+")[2] in ("", "sr")
+    )
+
+
+def _checkpoint_dtypes(stored: Format) -> tuple[torch.dtype, torch.dtype | None]:
+    """Of the checkpoint's numbers or codes, and of its scales."""
+    if stored.name in BUFFER_DTYPES:
+        return BUFFER_DTYPES[stored.name], None
+    return {"fp8_e4m3": torch.uint8, "int8": torch.int8}[stored.name], torch.float32
+
+
+def pooled_copy(encoded: Encoded, stored: Format) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """``copy_codes``, ``copy_scales``, ``copy_global_scale`` of an encoded read copy (n, H, V, K)."""
+    codes = encoded.codes if stored.name == "fp8_e4m3" else pack_nibbles(encoded.codes)
+    scales = encoded.scales
+    if stored.name == "fp8_e4m3" and scales is not None:
+        scales = scales.reshape(scales.shape[:3])
+    return codes, scales, encoded.global_scale
+
+
+def encoded_copy(codes: Tensor, scales: Tensor, global_scale: Tensor | None, stored: Format) -> Encoded:
+    """The inverse of ``pooled_copy``."""
+    if stored.name == "fp8_e4m3":
+        return Encoded(codes, scales[..., None])
+    return Encoded(unpack_nibbles(codes), scales, global_scale)
+
+
+def bytes_of_slot(pool: LayerPool) -> int:
+    """Device memory of one slot in one layer, counters left out."""
+    return math.ceil(pool.nbytes / pool.slots)
