@@ -12,50 +12,22 @@ Layout (S slots, B rows of the batch; ``slots[b]`` is the row's slot, negative f
     q, k (B, G, N);  d (B, H, P);  log_decay (B, H);  output (B, H, P)
 
 A layer's step is three launches: ``window`` and ``read`` for rows that do not flush, beside them ``flush`` for those
-that do.  ``plan`` before a step and ``advance`` after it serve all layers, since these share cursors.
+that do.  ``slots`` has what serves all layers before and after a step.
 """
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 import triton
 import triton.language as tl
 
+from quantlab.kernels.checkpoints import decoded_tile, rounded_tile
 from quantlab.kernels.decode import widened
 from quantlab.kernels.nvfp4_encode import element_stochastic
 from quantlab.kernels.packed import COPY_UNIT, add_product, key_of_column, operand, three_parts
 from quantlab.kernels.random import element_words
 from quantlab.kernels.rounding import encode
-
-
-@triton.jit
-def plan_kernel(
-    cursor, slots, positions, flush_rows, flush_count, batch, L: tl.constexpr, BLOCK: tl.constexpr
-):
-    """positions (B,): each row's cursor, -1 for a padded row; the rows that flush, in order, and their number.
-
-    One program.
-    """
-    b = tl.arange(0, BLOCK)
-    slot = tl.load(slots + b, mask=b < batch, other=-1)
-    position = tl.load(cursor + slot, mask=slot >= 0, other=-1)
-    tl.store(positions + b, position, mask=b < batch)
-    due = (position == L - 1).to(tl.int32)
-    tl.store(flush_rows + tl.cumsum(due, 0) - 1, b, mask=due > 0)
-    tl.store(flush_count, tl.sum(due, 0))
-
-
-@triton.jit
-def advance_kernel(cursor, slots, store_numbers, batch, L: tl.constexpr, BLOCK: tl.constexpr):
-    """After all layers of a step."""
-    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + b, mask=b < batch, other=-1)
-    live = slot >= 0
-    at = tl.load(cursor + slot, mask=live, other=0)
-    full = at == L - 1
-    tl.store(cursor + slot, tl.where(full, 0, at + 1), mask=live)
-    number = tl.load(store_numbers + slot, mask=live & full, other=0)
-    tl.store(store_numbers + slot, number + 1, mask=live & full)
 
 
 @triton.jit
@@ -123,10 +95,10 @@ def columns(query, dtype: tl.constexpr):
 
 @triton.jit
 def read_kernel(
-    words, scales, global_scale, checkpoint, k_buffer, d_buffer, log_decays, positions, slots, q, k, d, log_decay,
-    coefficients, decays, output,
+    words, scales, global_scale, checkpoint, checkpoint_scales, k_buffer, d_buffer, log_decays, positions, slots,
+    q, k, d, log_decay, coefficients, decays, output,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Rows that do not flush: output, and the token's record behind the window.
 
@@ -177,7 +149,9 @@ def read_kernel(
             unit = tl.load(global_scale + slot * H + h) * COPY_UNIT
         else:
             state = tl.load(checkpoint + state_row * N + (r[:, None] * N + column[None, :]))
-            unit = 1.0
+            row_scales = None
+            if checkpoint_scales is not None:
+                row_scales = tl.load(checkpoint_scales + state_row + r)
         records = tl.load(
             d_buffer + (record + first) + (j[:, None] * P + r[None, :]), mask=(j < n)[:, None], other=0
         )
@@ -198,7 +172,7 @@ def read_kernel(
             left = operand(tile_words, tile_scales, R, N, WIDTH, ASM)
             result = tl.sum(add_product(left, right, None, ASM), 1) * (whole * unit)
         else:
-            result = tl.sum(widened(state) * query[None, :], 1) * whole
+            result = tl.sum(decoded_tile(state, row_scales, STORE) * query[None, :], 1) * whole
         result += tl.sum(widened(records) * weight[:, None], 0)
         result += widened(token) * own
         tl.store(output + (b * H + h) * P + row, result.to(output.dtype.element_ty))
@@ -237,29 +211,36 @@ def random_tile(
 
 @triton.jit
 def step_kernel(
-    checkpoint, slots, q, k, d, log_decay, output, store_numbers, sequence_ids, seed, stream,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
-    ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, ROUNDS: tl.constexpr,
+    checkpoint, checkpoint_scales, positions, slots, q, k, d, log_decay, output, store_numbers, sequence_ids, seed,
+    stream,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, STORE: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """The state of every token rewritten, R value rows a program."""
-    PER_HEAD: tl.constexpr = (P + R - 1) // R
+    """The state of every token rewritten, R value rows a program; R divides P."""
+    PER_HEAD: tl.constexpr = P // R
     pid = tl.program_id(0)
     b, h = pid // (H * PER_HEAD), (pid // PER_HEAD) % H
     g = h // (H // G)
-    slot = tl.load(slots + b).to(tl.int64)
-    if slot < 0:
+    if tl.load(positions + b) < 0:
         return
+    slot = tl.load(slots + b).to(tl.int64)
     p, column = (pid % PER_HEAD) * R + tl.arange(0, R), tl.arange(0, N)
     at = checkpoint + (slot * H + h) * (P * N) + (p[:, None] * N + column[None, :])
-    state = widened(tl.load(at))
+    row_scales = None
+    if checkpoint_scales is not None:
+        row_scales = tl.load(checkpoint_scales + (slot * H + h) * P + p)
+    state = decoded_tile(tl.load(at), row_scales, STORE)
     decay = tl.exp(tl.load(log_decay + b * H + h).to(tl.float32))
     key = widened(tl.load(k + (b * G + g) * N + column))
     query = widened(tl.load(q + (b * G + g) * N + column))
     value = widened(tl.load(d + (b * H + h) * P + p))
     folded = state * decay + value[:, None] * key[None, :]
     random = None
-    if ROUNDING == "stochastic":
+    if STORE.stochastic:
         random = random_tile(h, p, slot, store_numbers, sequence_ids, seed, stream, P, N, ROUNDS)
-    tl.store(at, kept(folded, random, ELEMENT, ROUNDING, BITS, NATIVE, checkpoint.dtype.element_ty))
+    codes, row_scales, _ = rounded_tile(folded, random, STORE)
+    tl.store(at, codes)
+    if checkpoint_scales is not None:
+        tl.store(checkpoint_scales + (slot * H + h) * P + p, row_scales)
     result = tl.sum(folded * query[None, :], 1)
     tl.store(output + (b * H + h) * P + p, result.to(output.dtype.element_ty))
