@@ -87,12 +87,12 @@ def decoded_tile(codes, row_scales, STORE: tl.constexpr):
 def rounded_tile(x, words, STORE: tl.constexpr):
     """float32 x (rows, columns), whole value rows, and uint32 random words or None, to what is stored.
 
-    Returns codes in the dtype of the checkpoint's memory; row scales (rows,), None where the format has none; the
+    Returns codes in the dtype of the checkpoint's memory; row scales (rows,), 0.0 where the format has none; the
     float32 values that the codes decode to.
     """
     if STORE.scale is None:
         codes, values = plain_codes(x, words, STORE)
-        return codes, None, values
+        return codes, 0.0, values  # Triton 3.6 returns no None
     else:
         scales = row_scale(x, STORE.scale)
         codes = small_codes(row_quotients(x, scales), words, STORE)

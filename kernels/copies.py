@@ -6,16 +6,16 @@
 import triton
 import triton.language as tl
 
-from quantlab.kernels.decode import widened
+from quantlab.kernels.decode import element_value, widened
 from quantlab.kernels.nvfp4_encode import block_pointers, encode_blocks, pack_words
 from quantlab.kernels.scales import float_scale
 
 
 @triton.jit
 def encode_nvfp4_kernel(
-    rows, count, slots, largest, checkpoint, words, scales, global_scale,
+    rows, count, slots, largest, checkpoint, checkpoint_scales, words, scales, global_scale,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
-    GLOBAL: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
+    STORE: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """rows (B,): batch rows, ``count`` of them.  largest (B, H, PARTS): of |checkpoint| of parts of each head.
 
@@ -29,7 +29,12 @@ def encode_nvfp4_kernel(
         slot = tl.load(slots + tl.load(rows + i)).to(tl.int64)
         head = slot * H + h
         row = first + r
-        values = widened(tl.load(block_pointers(checkpoint + head * (P * N), row, N, WIDTH)))
+        values = tl.load(block_pointers(checkpoint + head * (P * N), row, N, WIDTH))
+        if STORE.scale is None:
+            values = widened(values)
+        else:
+            row_scales = tl.load(checkpoint_scales + head * P + row)
+            values = element_value(values, STORE.element) * row_scales[None, :, None, None]
         shared, _ = float_scale(tl.max(tl.load(largest + (i * H + h) * PARTS + part), 0), 1.0, GLOBAL)
         if first == 0:
             tl.store(global_scale + head, shared)

@@ -13,6 +13,7 @@ matrix product with float32 accumulation reads the copy without any further roun
 import triton
 import triton.language as tl
 
+from quantlab.kernels.arithmetic import INTERPRETED
 from quantlab.kernels.decode import widened
 
 SIGNS: tl.constexpr = tl.constexpr(-0x7FFF8000)
@@ -241,3 +242,12 @@ def half_columns(query):
     place = tl.arange(0, 8)[:, None]
     right = tl.where(place == 0, high[None, :], tl.where(place == 1, low[None, :], 0.0).to(tl.float16))
     return right, unit
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask for the 128 bytes around each pointer to come to L2; nothing waits for them."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], tl.int32, is_pure=False, pack=1
+        )
