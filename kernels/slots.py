@@ -7,8 +7,10 @@ the device, and nothing may be written out of bounds.
 import triton
 import triton.language as tl
 
+# Triton would compile anew for every number of rows that is 1 or a multiple of 16.
 
-@triton.jit
+
+@triton.jit(do_not_specialize=("batch", "count"))
 def plan_kernel(
     cursor, slots, positions, flush_rows, flush_count, batch, count, WINDOW: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -25,7 +27,7 @@ def plan_kernel(
     tl.store(flush_count, tl.sum(due, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("batch", "count"))
 def advance_kernel(cursor, slots, store_numbers, batch, count, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
     """After all layers of a step: BLOCK rows a program."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -38,7 +40,7 @@ def advance_kernel(cursor, slots, store_numbers, batch, count, WINDOW: tl.conste
     tl.store(store_numbers + slot, number + 1, mask=live & full)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "count"))
 def hand_off_kernel(cursor, origin, pending, store_numbers, slots, rows, count, BLOCK: tl.constexpr):
     """The counters of ``rows`` slots that get a prefill state: empty window, store number 0."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
