@@ -49,9 +49,9 @@ def narrowed(x, dtype: tl.constexpr):
     elif not INTERPRETED:
         result = x.to(dtype)
     elif dtype == tl.bfloat16:
-        codes = encode(widened(x), None, BF16, "nearest", 32)
+        codes = encode(widened(x), None, BF16.value, "nearest", 32)
         result = codes.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
-        codes = encode(widened(x), None, FP16, "nearest", 32)
+        codes = encode(widened(x), None, FP16.value, "nearest", 32)
         result = codes.to(tl.uint16).to(tl.float16, bitcast=True)
     return result
