@@ -203,9 +203,9 @@ def kept(
 def random_tile(
     h, row, slot, store_numbers, sequence_ids, seed, stream, P: tl.constexpr, N: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Random words (rows, N) of a head's value rows."""
+    """Random words (rows, N) of a head's value rows, of the store after the slot's last one."""
     counter = (h * P + row)[:, None] * (N // 4) + tl.arange(0, N // 4)[None, :]
-    number = tl.load(store_numbers + slot).to(tl.uint32)
+    number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
     sequence = tl.load(sequence_ids + slot).to(tl.uint32)
     return element_words(counter.to(tl.uint32), number, sequence, stream.to(tl.uint32), tl.load(seed), ROUNDS)
 
