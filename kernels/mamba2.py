@@ -22,6 +22,7 @@ that do.  ``slots`` has what serves all layers before and after a step.
 import triton
 import triton.language as tl
 
+from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.checkpoints import decoded_tile, rounded_tile
 from quantlab.kernels.decode import widened
 from quantlab.kernels.nvfp4_encode import element_stochastic
@@ -77,7 +78,7 @@ def window_kernel(
     tl.store(coefficients + (b * H + h)[:, None] * L + j[None, :], weight, mask=inside[:, None])
     whole = tl.sum(later, 1) + tl.where(n > 0, first, current)
     tl.store(decays + b * H + h, tl.exp(whole), mask=inside)
-    tl.store(keys_at + n * N + column, token.to(k_buffer.dtype.element_ty))
+    tl.store(keys_at + n * N + column, narrowed(token, k_buffer.dtype.element_ty))
     tl.store(log_decays + (slot * H + h) * L + n, current, mask=inside)
 
 
@@ -128,7 +129,7 @@ def read_kernel(
             match = tl.sum(widened(keys) * query[None, :], 1)
         match = tl.where(j == n, tl.sum(widened(token_key) * query, 0), match)
         if pid % CHUNKS == 0:
-            tl.store(keys_at + n * N + column, token_key.to(k_buffer.dtype.element_ty))
+            tl.store(keys_at + n * N + column, narrowed(token_key, k_buffer.dtype.element_ty))
     elif words is None:
         query = widened(tl.load(query_at + column))
     if words is not None:
@@ -175,8 +176,8 @@ def read_kernel(
             result = tl.sum(decoded_tile(state, row_scales, STORE) * query[None, :], 1) * whole
         result += tl.sum(widened(records) * weight[:, None], 0)
         result += widened(token) * own
-        tl.store(output + (b * H + h) * P + row, result.to(output.dtype.element_ty))
-        tl.store(d_buffer + record + n * P + row, token.to(d_buffer.dtype.element_ty))
+        tl.store(output + (b * H + h) * P + row, narrowed(result, output.dtype.element_ty))
+        tl.store(d_buffer + record + n * P + row, narrowed(token, d_buffer.dtype.element_ty))
 
 
 @triton.jit
@@ -202,14 +203,15 @@ def kept(
 def random_tile(
     h, row, slot, store_numbers, sequence_ids, seed, stream, P: tl.constexpr, N: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Random words (rows, N) of a head's value rows."""
+    """Random words (rows, N) of a head's value rows, of the store after the slot's last one."""
     counter = (h * P + row)[:, None] * (N // 4) + tl.arange(0, N // 4)[None, :]
-    number = tl.load(store_numbers + slot).to(tl.uint32)
+    number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
     sequence = tl.load(sequence_ids + slot).to(tl.uint32)
     return element_words(counter.to(tl.uint32), number, sequence, stream.to(tl.uint32), tl.load(seed), ROUNDS)
 
 
-@triton.jit
+# Triton would compile anew for a stream that is a multiple of 16.
+@triton.jit(do_not_specialize=("stream",))
 def step_kernel(
     checkpoint, checkpoint_scales, positions, slots, q, k, d, log_decay, output, store_numbers, sequence_ids, seed,
     stream,
@@ -243,4 +245,4 @@ def step_kernel(
     if checkpoint_scales is not None:
         tl.store(checkpoint_scales + (slot * H + h) * P + p, row_scales)
     result = tl.sum(folded * query[None, :], 1)
-    tl.store(output + (b * H + h) * P + p, result.to(output.dtype.element_ty))
+    tl.store(output + (b * H + h) * P + p, narrowed(result, output.dtype.element_ty))
