@@ -168,6 +168,7 @@ def _check_checkpoint(pool: LayerPool, slot: int, fold: Tensor, band: Tensor, wh
     if not bool(band.any()):
         expected = fmt.quantize(fold.float(), words)
         assert torch.equal(expected.codes, got), f"{what}: codes of the checkpoint"
+        assert expected.scales is not None
         assert torch.equal(expected.scales, scales.float()), f"{what}: scales of the checkpoint"
         return
     largest, slack = fold.abs().amax(-1, keepdim=True), band.amax(-1, keepdim=True)

@@ -8,7 +8,8 @@ arithmetic leaves no choice, and everything that the step does not name against 
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+import unittest.mock
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +34,8 @@ class PoolCase:
 
     cursors: records in the window of each row at the start; the slots are in another order, a padded row stands
     between them, and two slots are not in the batch.  exact: numbers of few bits and no decay, so that float32 holds
-    every fold and what is stored has one right answer (mamba2 alone).
+    every fold and what is stored has one right answer (mamba2 alone).  foreign: the padded row names a slot that there
+    is not, which kernels skip.
     """
 
     policy: str
@@ -45,16 +47,33 @@ class PoolCase:
     output: torch.dtype = torch.float32
     layer: int = 1
     exact: bool = False
+    foreign: bool = False
     seed: int = 0
+
+    def __str__(self) -> str:
+        """The policy, the family, the shape, and what else is not as usual."""
+        sizes = "x".join(str(size) for size in vars(self.shape).values())
+        dtypes = (str(dtype).removeprefix("torch.") for dtype in (self.token, self.output))
+        words = [
+            f"{name}={dtype}" for name, dtype in zip(("in", "out"), dtypes, strict=True) if dtype != "float32"
+        ]
+        words += [name for name in ("exact", "foreign") if getattr(self, name)]
+        return "_".join([self.family, self.policy, sizes, *words])
 
     @property
     def slot_count(self) -> int:
         return len(self.cursors) + SPARE
 
     def slots(self) -> Tensor:
-        """Of the batch, int32; row 1 is padding."""
+        """Of the batch, int32; row 1 is padding, or names a slot that is not there."""
         order = torch.randperm(self.slot_count, generator=self.random(1))[: len(self.cursors)].int()
-        return torch.cat([order[:1], torch.tensor([-1], dtype=torch.int32), order[1:]])
+        padding = torch.tensor([self.slot_count + 7 if self.foreign else -1], dtype=torch.int32)
+        return torch.cat([order[:1], padding, order[1:]])
+
+    def live(self) -> Tensor:
+        """``slots`` with -1 for every row that no slot belongs to."""
+        slots = self.slots()
+        return torch.where(slots < self.slot_count, slots, -1)
 
     def random(self, purpose: int) -> torch.Generator:
         return torch.Generator().manual_seed(1000 * self.seed + purpose)
@@ -62,21 +81,24 @@ class PoolCase:
 
 def check_pool(case: PoolCase, implementation: str) -> None:
     """AssertionError unless every step of the case does what it must, and nothing else."""
-    function, device = _run, "cuda" if implementation == "cuda" else "cpu"
-    if implementation == "interpreter":
-        found = in_triton_process(function, case, implementation, device, interpret=True)
-    else:
-        found = function(case, implementation, device)
+    found = _where(implementation, _run, case)
     template, inputs = _pool(case), _tokens(case)
     pools = [_restored(template, memory) for memory in found["memory"]]
     for t, given in enumerate(inputs):
         plan = {name: torch.from_numpy(found[name][t]) for name in ("positions", "flush_rows", "flush_count")}
         output = torch.from_numpy(found["outputs"][t]).view(case.output).view(given.v.shape)
-        step = Step(pools[t], pools[t + 1], case.slots(), given, output, plan, case.exact)
+        step = Step(pools[t], pools[t + 1], case.live(), given, output, plan, case.exact)
         check_step(step, f"{case.policy} {case.family} {implementation} step {t}")
 
 
-def _run(case: PoolCase, implementation: str, device: str) -> dict[str, Any]:
+def _where(implementation: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(implementation, device, *arguments)`` in a process and on a device where that can run."""
+    if implementation == "interpreter":
+        return in_triton_process(function, implementation, "cpu", *arguments, interpret=True)
+    return function(implementation, "cuda" if implementation == "cuda" else "cpu", *arguments)
+
+
+def _run(implementation: str, device: str, case: PoolCase) -> dict[str, Any]:
     """Memory before and after each step, outputs and plans, as arrays of bytes or int32."""
     layer = "schemes" if implementation == "reference" else "kernels"
     steps = importlib.import_module(f"quantlab.{layer}.steps")
@@ -91,7 +113,7 @@ def _run(case: PoolCase, implementation: str, device: str) -> dict[str, Any]:
         given = inputs.map(lambda t: _same_memory_on(guarded(t), device))
         output = torch.full(inputs.v.shape, torch.nan, dtype=case.output)
         output = _same_memory_on(guarded(output), device)
-        with watched_allocations() if layer == "kernels" else contextlib.nullcontext():
+        with _kernels_watched() if layer == "kernels" else contextlib.nullcontext():
             plan = steps.begin_step(pool.counters, slots, window)
             steps.decode_token(pool, given, plan, output)
             steps.end_step(plan)
@@ -102,6 +124,47 @@ def _run(case: PoolCase, implementation: str, device: str) -> dict[str, Any]:
     for before, after in zip(around, _around(pool), strict=True):
         assert torch.equal(before, after), "a kernel wrote outside of the pool's memory"
     return found
+
+
+@contextlib.contextmanager
+def _kernels_watched():
+    """Workspaces start from NaN, nothing is written beside them, and slot numbers are not looked at on the host."""
+    arguments = importlib.import_module("quantlab.kernels.arguments")
+    with (
+        watched_allocations(),
+        unittest.mock.patch.object(arguments, "check_slots", lambda *_: None),
+    ):
+        yield
+
+
+def check_load(case: PoolCase, implementation: str, dtype: torch.dtype = torch.float32) -> None:
+    """AssertionError unless ``load_states`` leaves the bytes of memory that the torch twin leaves."""
+    got = _where(implementation, _load, case, dtype)
+    expected = _where("reference", _load, case, dtype)
+    differ = [name for name, value in expected.items() if not numpy.array_equal(value, got[name])]
+    assert differ == [], f"{case} {implementation}: {', '.join(differ)} of the loaded slots"
+
+
+def _load(implementation: str, device: str, case: PoolCase, dtype: torch.dtype) -> dict[str, numpy.ndarray]:
+    """The pool's bytes after prefill states were handed to its batch."""
+    layer = "schemes" if implementation == "reference" else "kernels"
+    steps = importlib.import_module(f"quantlab.{layer}.steps")
+    pool, shape = _guarded(_pool(case), device), case.shape
+    around, slots = _around(pool), case.slots()
+    initial = torch.randn(
+        (len(slots), shape.heads, shape.value_dim, shape.key_dim), generator=case.random(7)
+    ).to(dtype)
+    initial *= torch.logspace(-6, 4, shape.heads)[None, :, None, None].to(dtype)
+    if layer == "schemes":
+        there = (slots >= 0) & (slots < pool.slots)
+        steps.load_states(pool, slots[there], initial[there].float())
+        return _bytes(pool)
+    importlib.import_module("quantlab.kernels.arguments").pool(pool)
+    with _kernels_watched():
+        steps.load_states(pool, slots.to(device), _same_memory_on(guarded(initial), device))
+    for before, after in zip(around, _around(pool), strict=True):
+        assert torch.equal(before, after), "a kernel wrote outside of the pool's memory"
+    return _bytes(pool)
 
 
 def _pool(case: PoolCase) -> LayerPool:
@@ -116,7 +179,7 @@ def _pool(case: PoolCase) -> LayerPool:
     initial = _numbers(case, 2, (count, shape.heads, shape.value_dim, shape.key_dim), 60, 2.0**-8)
     state = start(policy, case.family, initial, **options)
     cursors = torch.full((count,), min(1, pool.policy.window - 1))
-    live = case.slots()[case.slots() >= 0].long()
+    live = case.live()[case.live() >= 0].long()
     cursors[live] = torch.tensor(case.cursors)
     for t in range(int(cursors.max())):
         rows = (cursors > t).nonzero()[:, 0]
