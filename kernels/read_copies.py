@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from quantlab.formats import Format
@@ -48,6 +49,7 @@ def encode(pool: LayerPool, rows: Tensor, count: Tensor, slots: Tensor, largest:
         N=shape.key_dim,
         R=tile,
         PARTS=largest.shape[2],
+        LANES=triton.next_power_of_2(largest.shape[2]),
         WIDTH=16 // pool.checkpoint.element_size(),
         STORE=store_of(pool.policy.checkpoint),
         GLOBAL=global_options(),
