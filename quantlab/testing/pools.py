@@ -160,11 +160,42 @@ def _load(implementation: str, device: str, case: PoolCase, dtype: torch.dtype) 
         steps.load_states(pool, slots[there], initial[there].float())
         return _bytes(pool)
     importlib.import_module("quantlab.kernels.arguments").pool(pool)
+    given = slots.to(device), _same_memory_on(guarded(initial), device)
     with _kernels_watched():
-        steps.load_states(pool, slots.to(device), _same_memory_on(guarded(initial), device))
+        steps.load_states(pool, *given)
     for before, after in zip(around, _around(pool), strict=True):
         assert torch.equal(before, after), "a kernel wrote outside of the pool's memory"
     return _bytes(pool)
+
+
+def check_graph(case: PoolCase, tokens: int) -> None:
+    """AssertionError unless a captured step, replayed, leaves what as many launches leave; on a GPU."""
+    steps = importlib.import_module("quantlab.kernels.steps")
+    pools = [_guarded(_pool(case), "cuda") for _ in range(2)]
+    slots = case.slots().cuda()
+    inputs = _token(case, 100, len(slots)).map(lambda t: t.to(case.token).cuda())
+    output = torch.empty(inputs.v.shape, dtype=case.output, device="cuda")
+
+    def step(pool: LayerPool) -> None:
+        plan = steps.begin_step(pool.counters, slots, pool.policy.window)
+        steps.decode_token(pool, inputs, plan, output)
+        steps.end_step(plan)
+
+    for _ in range(tokens + 1):  # the first compiles
+        step(pools[0])
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(pools[1])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(pools[1])
+    for _ in range(tokens):
+        graph.replay()
+    torch.cuda.synchronize()
+    one, other = (_bytes(pool) for pool in pools)
+    differ = [name for name in one if not numpy.array_equal(one[name], other[name])]
+    assert differ == [], f"{case}: {', '.join(differ)} after {tokens} replays"
 
 
 def _pool(case: PoolCase) -> LayerPool:
