@@ -60,7 +60,8 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
         read_rows, registers = _dividing(shape.value_dim, best if shape.key_dim <= 128 else 16), None
     read = Tiles(read_rows, registers=registers)
     columns = shape.key_dim if policy.checkpoint.recipe else min(shape.key_dim, 64)
-    fold = Tiles(_dividing(shape.value_dim, 16), columns, warps=1)
+    # A whole row of codes and random words would not fit the registers of one warp.
+    fold = Tiles(_dividing(shape.value_dim, 16), columns, warps=4 if policy.checkpoint.recipe else 1)
     return Configuration(step, read, fold, fold_programs=1056)
 
 
