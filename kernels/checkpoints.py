@@ -130,7 +130,10 @@ def store_tile(
         codes, scales, values = rounded_tile(x, words, STORE)
         tl.store(at, codes, mask=mask)
         if scales_at is not None:
-            tl.store(scales_at, scales)
+            inside = None
+            if mask is not None:
+                inside = tl.max(mask.to(tl.int32), 1) > 0
+            tl.store(scales_at, scales, mask=inside)
         largest = tl.max(tl.abs(values))
     return largest
 
