@@ -4,6 +4,7 @@ Window 1 is one launch, ``step``.  Longer windows take ``window`` and ``read`` f
 ``flush`` for those that do.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ class Configuration:
     flush_programs: int
 
 
+@functools.cache
 def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuration:
     """Measured on one H200; a smaller tile where the value dim, or a long row, does not allow the best one."""
     stochastic = policy.checkpoint.stochastic
