@@ -120,15 +120,8 @@ def _step(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
 def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, tiles: Tiles) -> None:
     shape, window, batch = pool.shape, pool.policy.window, output.shape[0]
     heads, groups = shape.heads, shape.key_heads
-
-    def memory(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
-        return torch.empty((batch, *sizes), dtype=dtype, device=pool.device)
-
-    coefficients, decays = memory(torch.float32, heads, window), memory(torch.float32, heads)
-    parts = queries = None
-    if pool.policy.read_copy is not None:
-        parts = memory(torch.bfloat16, heads, 3, window)
-        queries = memory(torch.float16, groups, 2, shape.key_dim)
+    coefficients = torch.empty((batch, heads, window), dtype=torch.float32, device=pool.device)
+    decays = torch.empty((batch, heads), dtype=torch.float32, device=pool.device)
     sizes = _sizes(shape)
     _any(window_kernel)[(batch * groups,)](
         plan.positions,
@@ -139,8 +132,6 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
         inputs.k,
         inputs.log_decay,
         coefficients,
-        parts,
-        queries,
         decays,
         **{name: sizes[name] for name in ("H", "G", "N")},
         L=window,
@@ -149,7 +140,7 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
     )
     common = {**sizes, "L": window, "R": tiles.rows, **_options(tiles)}
     programs = batch * heads * shape.value_dim // tiles.rows
-    if queries is None:
+    if pool.policy.read_copy is None:
         _any(read_kernel)[(programs,)](
             pool.checkpoint,
             pool.checkpoint_scales,
@@ -173,10 +164,9 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
         pool.d_buffer,
         plan.positions,
         plan.slots,
-        queries,
+        inputs.q,
         inputs.v,
         coefficients,
-        parts,
         decays,
         output,
         **common,
