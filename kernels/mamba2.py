@@ -93,7 +93,8 @@ def read_copy_kernel(
     One product of tensor cores reads the codes along the two parts of the query, another sums the records: columns 0
     and 1 of the result are the state's, 2 to 4 the records' of the first head, 5 to 7 of the second.
 
-    What tensor cores take is made here and not in ``window_kernel``: a program waits longer for memory than it computes.
+    What tensor cores take is made here and not in ``window_kernel``: a program waits longer for memory than it
+    computes.
     """
     TILES: tl.constexpr = (H // G) * P // R
     pid = tl.program_id(0)
@@ -120,6 +121,7 @@ def read_copy_kernel(
         place = (first // P) * (L * P) + first % P + r
     else:
         place = (row // P) * (L * P) + row % P
+    place = tl.max_contiguous(tl.multiple_of(place, 16), 16)  # heads and tiles are multiples of 16 rows
     records = tl.load(records_at + (place[None, :] + j[:, None] * P), mask=(j < n)[:, None], other=0)
     unit = tl.load(global_scale + slot * H + h) * HALF_UNIT * query_unit
     weight = tl.load(coefficients + (b * H + h) * L + j)
