@@ -6,6 +6,7 @@ tile, and then reads it again, from cache, to encode.
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
@@ -37,10 +38,13 @@ def fold_rows(
     b, h, slot, first, weight, whole, checkpoint, checkpoint_scales, k_buffer, d_buffer, q, k, d, output,
     number, sequence, stream, key,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, STORE: tl.constexpr, ROUNDS: tl.constexpr,
+    LANES: tl.constexpr, C: tl.constexpr, STORE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Fold, output, round and store R value rows of a head from ``first`` on; returns the largest |stored|."""
-    r, j, c = tl.arange(0, R), tl.arange(0, L), tl.arange(0, C)
+    """Fold, output, round and store R value rows of a head from ``first`` on; returns the largest |stored|.
+
+    weight: (LANES,), of ``record_decays``; tensor cores sum at least 16 products, so LANES may be more than L.
+    """
+    r, j, c = tl.arange(0, R), tl.arange(0, LANES), tl.arange(0, C)
     g, head = h // (H // G), slot * H + h
     state_at = checkpoint + (head * P + first) * N
     keys_at = k_buffer + (slot * G + g) * (L * N)
@@ -97,7 +101,8 @@ def flush_kernel(
     PER_ITEM: tl.constexpr = TILES if words is not None else 1
     PER_HEAD: tl.constexpr = TILES // PER_ITEM
     total = tl.load(flush_count) * (H * PER_HEAD)
-    j = tl.arange(0, L)
+    LANES: tl.constexpr = L if L > 16 else 16
+    j = tl.arange(0, LANES)
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         b, h = tl.load(flush_rows + item // (H * PER_HEAD)), (item // PER_HEAD) % H
         slot = tl.load(slots + b).to(tl.int64)
@@ -111,7 +116,7 @@ def flush_kernel(
             first = (item % PER_HEAD + tile) * R
             stored = fold_rows(
                 b, h, slot, first, weight, whole, checkpoint, checkpoint_scales, k_buffer, d_buffer, q, k, d, output,
-                number, sequence, stream.to(tl.uint32), key, H, G, P, N, L, R, C, STORE, ROUNDS,
+                number, sequence, stream.to(tl.uint32), key, H, G, P, N, L, R, LANES, C, STORE, ROUNDS,
             )  # fmt: skip
             most = tl.maximum(most, stored)
         if words is not None:

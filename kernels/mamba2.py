@@ -17,7 +17,7 @@ that do.  ``slots`` has what serves all layers before and after a step.
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
 
 import triton
 import triton.language as tl
@@ -34,6 +34,7 @@ from quantlab.kernels.packed import (
     product,
     three_parts,
 )
+from quantlab.kernels.plain_copies import packed_values
 
 
 @triton.jit
@@ -99,7 +100,9 @@ def read_copy_kernel(
     TILES: tl.constexpr = (H // G) * P // R
     pid = tl.program_id(0)
     b, g, first = pid // (G * TILES), (pid // TILES) % G, (pid % TILES) * R
-    r, j, c, column = tl.arange(0, R), tl.arange(0, L), tl.arange(0, 8), tl.arange(0, N)
+    # Tensor cores sum at least 16 products; what stands behind the window is masked.
+    LANES: tl.constexpr = L if L > 16 else 16
+    r, j, c, column = tl.arange(0, R), tl.arange(0, LANES), tl.arange(0, 8), tl.arange(0, N)
     n = tl.load(positions + b)
     slot = tl.load(slots + b).to(tl.int64)
     if (n < 0) | (n == L - 1):
@@ -124,7 +127,7 @@ def read_copy_kernel(
     place = tl.max_contiguous(tl.multiple_of(place, 16), 16)  # heads and tiles are multiples of 16 rows
     records = tl.load(records_at + (place[None, :] + j[:, None] * P), mask=(j < n)[:, None], other=0)
     unit = tl.load(global_scale + slot * H + h) * HALF_UNIT * query_unit
-    weight = tl.load(coefficients + (b * H + h) * L + j)
+    weight = tl.load(coefficients + (b * H + h) * L + j, mask=j < L, other=0)
     own = tl.load(coefficients + (b * H + h) * L + n)
     unit *= tl.load(decays + b * H + h)
     token = tl.load(d + (b * H + g * (H // G)) * P + row)
@@ -135,7 +138,7 @@ def read_copy_kernel(
         # What follows the last head of a group is no head of its own; no row of the tile belongs to it.
         second = tl.minimum(h + 1, g * (H // G) + H // G - 1)
         behind = row >= (first // P + 1) * P
-        second_weight = tl.load(coefficients + (b * H + second) * L + j)
+        second_weight = tl.load(coefficients + (b * H + second) * L + j, mask=j < L, other=0)
         weights = tl.where((c < 5)[None, :], weights, record_columns(second_weight, c, 5))
         second_unit = tl.load(global_scale + slot * H + second) * HALF_UNIT * query_unit
         second_unit *= tl.load(decays + b * H + second)
@@ -164,8 +167,8 @@ def read_kernel(
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
     STORE: tl.constexpr,
 ):  # fmt: skip
-    """Rows that do not flush, from the checkpoint: output, and the token's d behind the window.  R value rows a
-    program, R divides P.
+    """Rows that do not flush, from the checkpoint, or from a read copy in its place: output, and the token's d behind
+    the window.  R value rows a program, R divides P.
     """
     TILES: tl.constexpr = P // R
     pid = tl.program_id(0)
@@ -178,10 +181,17 @@ def read_kernel(
         return
     row, record = first + r, (slot * H + h) * (L * P)
     state_row = (slot * H + h) * P + first
-    codes = tl.load(checkpoint + state_row * N + (r[:, None] * N + column[None, :]))
-    row_scales = None
-    if checkpoint_scales is not None:
-        row_scales = tl.load(checkpoint_scales + state_row + r)
+    if hasattr(STORE, "powers"):
+        scales_at = checkpoint_scales + state_row * (N // 32) + r[:, None] * (N // 32)
+        state = packed_values(
+            checkpoint + state_row * (N // 2) + r[:, None] * (N // 2), scales_at, R, N, STORE
+        )
+    else:
+        codes = tl.load(checkpoint + state_row * N + (r[:, None] * N + column[None, :]))
+        row_scales = None
+        if checkpoint_scales is not None:
+            row_scales = tl.load(checkpoint_scales + state_row + r)
+        state = decoded_tile(codes, row_scales, STORE)
     records = tl.load(
         d_buffer + (record + first) + (j[:, None] * P + r[None, :]), mask=(j < n)[:, None], other=0
     )
@@ -189,7 +199,7 @@ def read_kernel(
     weight = tl.load(coefficients + (b * H + h) * L + j)
     own = tl.load(coefficients + (b * H + h) * L + n)
     token = tl.load(d + (b * H + h) * P + row)
-    result = tl.sum(decoded_tile(codes, row_scales, STORE) * query[None, :], 1) * tl.load(decays + b * H + h)
+    result = tl.sum(state * query[None, :], 1) * tl.load(decays + b * H + h)
     result += tl.sum(widened(records) * weight[:, None], 0)
     result += widened(token) * own
     tl.store(output + (b * H + h) * P + row, narrowed(result, output.dtype.element_ty))

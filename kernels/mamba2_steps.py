@@ -4,16 +4,19 @@ Window 1 is one launch, ``step``.  Longer windows take ``window`` and ``read`` f
 ``flush`` for those that do.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-from quantlab.kernels import read_copies, target
+from quantlab.formats import Format
+from quantlab.kernels import target
 from quantlab.kernels.checkpoints import store_of
 from quantlab.kernels.flush import flush_kernel
 from quantlab.kernels.mamba2 import read_copy_kernel, read_kernel, step_kernel, window_kernel
+from quantlab.kernels.plain_copies import copy_store_of, encode_plain
 from quantlab.kernels.scales import global_options, recipe_of
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.ledger import StateShape
@@ -45,26 +48,29 @@ class Configuration:
     flush_programs: int
 
 
+@functools.cache
 def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuration:
     """Measured on one H200; a smaller tile where the value dim, or a long row, does not allow the best one."""
     stochastic = policy.checkpoint.stochastic
     rows = 16 if shape.key_dim <= 128 else 8
     step = Tiles(_dividing(shape.value_dim, rows), warps=2 if stochastic or policy.checkpoint.recipe else 1)
-    if policy.read_copy is not None:
+    if _on_tensor_cores(policy.read_copy):
         # Of a group's rows in one piece: a tile may hold the end of one head and the beginning of the next.
         group_rows = shape.heads // shape.key_heads * shape.value_dim
         wanted = _dividing(group_rows, 64 if shape.key_dim <= 128 else 32)
         read_rows = wanted if wanted <= shape.value_dim else _dividing(shape.value_dim, wanted)
         registers = 96 if read_rows == 64 else None
     else:
-        best = 16 if policy.checkpoint.name == "fp32" else 32
+        best = 16 if (policy.read_copy or policy.checkpoint).name == "fp32" else 32
         read_rows, registers = _dividing(shape.value_dim, best if shape.key_dim <= 128 else 16), None
     read = Tiles(read_rows, registers=registers)
     columns = shape.key_dim if policy.checkpoint.recipe else min(shape.key_dim, 64)
-    if policy.read_copy is None:
-        flush, programs = Tiles(_dividing(shape.value_dim, 16), columns), 1056
+    if not _on_tensor_cores(policy.read_copy):
+        warps = 4 if policy.checkpoint.recipe else 1  # whole rows of codes and random words spill in one
+        flush, programs = Tiles(_dividing(shape.value_dim, 16), columns, warps), 1056
     else:
-        flush, programs = Tiles(_dividing(shape.value_dim, 64), columns, warps=4), 792
+        rows = 32 if policy.checkpoint.recipe else 64
+        flush, programs = Tiles(_dividing(shape.value_dim, rows), columns, warps=4), 792
     return Configuration(step, read, flush, programs)
 
 
@@ -81,11 +87,9 @@ def served(policy: Policy, shape: StateShape, records: int | None) -> str | None
         return "room for drafts behind the window"
     if options.flush != "full":
         return f"flush={options.flush}"
-    if policy.read_copy is None:
-        return None
-    if options.flush_read != "exact":
+    if policy.read_copy is not None and options.flush_read != "exact":
         return f"flush_read={options.flush_read}"
-    return read_copies.served(policy.read_copy)
+    return None
 
 
 def launch(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor) -> None:
@@ -96,6 +100,8 @@ def launch(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Te
         return
     _read(pool, inputs, plan, output, chosen.read)
     _flush(pool, inputs, plan, output, chosen)
+    if pool.policy.read_copy is not None and not _on_tensor_cores(pool.policy.read_copy):
+        encode_plain(pool, plan.flush_rows, plan.flush_count, plan.slots)
 
 
 def _step(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, tiles: Tiles) -> None:
@@ -140,10 +146,13 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
     )
     common = {**sizes, "L": window, "R": tiles.rows, **_options(tiles)}
     programs = batch * heads * shape.value_dim // tiles.rows
-    if pool.policy.read_copy is None:
+    copy = pool.policy.read_copy
+    if not _on_tensor_cores(copy):
+        stored = (
+            (pool.checkpoint, pool.checkpoint_scales) if copy is None else (pool.copy_codes, pool.copy_scales)
+        )
         _any(read_kernel)[(programs,)](
-            pool.checkpoint,
-            pool.checkpoint_scales,
+            *stored,
             pool.d_buffer,
             plan.positions,
             plan.slots,
@@ -152,7 +161,7 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
             coefficients,
             decays,
             output,
-            STORE=store_of(pool.policy.checkpoint),
+            STORE=store_of(pool.policy.checkpoint) if copy is None else copy_store_of(copy),
             **common,
         )
         return
@@ -177,6 +186,7 @@ def _flush(
     pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, chosen: Configuration
 ) -> None:
     shape, tiles, copy = pool.shape, chosen.flush, pool.policy.read_copy
+    copy = copy if _on_tensor_cores(copy) else None
     items = output.shape[0] * shape.heads * (1 if copy is not None else shape.value_dim // tiles.rows)
     _any(flush_kernel)[(min(chosen.flush_programs, items),)](
         plan.flush_rows,
@@ -184,9 +194,7 @@ def _flush(
         plan.slots,
         pool.checkpoint,
         pool.checkpoint_scales,
-        None if pool.copy_codes is None else pool.copy_codes.view(torch.int32),
-        pool.copy_scales,
-        pool.copy_global_scale,
+        *_words(pool, copy),
         pool.k_buffer,
         pool.d_buffer,
         pool.log_decay_buffer,
@@ -205,6 +213,18 @@ def _flush(
         BLOCK=None if copy is None else recipe_of(copy).options,
         **_options(tiles),
     )
+
+
+def _on_tensor_cores(copy: Format | None) -> bool:
+    """Whether a read copy is read as packed words on tensor cores, and encoded within the flush."""
+    return copy is not None and copy.name == "nvfp4"
+
+
+def _words(pool: LayerPool, copy: Format | None) -> tuple[torch.Tensor | None, ...]:
+    """The read copy that a flush encodes itself."""
+    if copy is None or pool.copy_codes is None:
+        return None, None, None
+    return pool.copy_codes.view(torch.int32), pool.copy_scales, pool.copy_global_scale
 
 
 def _token(inputs: StepInputs) -> tuple[torch.Tensor, ...]:

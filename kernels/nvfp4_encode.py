@@ -8,6 +8,7 @@ clear of the subnormals, so small states are lifted by a power of two first, whi
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
