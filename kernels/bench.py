@@ -16,7 +16,7 @@ Only the public interface of ``quantlab.kernels.steps`` is called: ``begin_step`
 import importlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -309,42 +309,3 @@ def _bytes(case: Case) -> dict[str, Any]:
         "written": found.written,
         "token_bytes": found.tokens,
     }
-
-
-def summary(records: Sequence[Record]) -> Iterator[dict[str, Any]]:
-    """A row a record: its numbers, and ratios with records of the same run.
-
-    against_baseline, against_peer: how many times faster than our own ``fp32@1`` and than the fastest peer (named in
-    ``peer``) of the same family, shape and batch; None without one that was timed in the same run.
-    """
-    for record in records:
-        point, metrics = record["point"], record["metrics"]
-        mine = metrics.get("us")
-        beside = [other for other in records if _same_group(record, other) and "us" in other["metrics"]]
-        base = [
-            r for r in beside if r["point"]["implementation"] == OURS and r["point"]["policy"] == "fp32@1"
-        ]
-        others = [r for r in beside if r["point"]["implementation"] != OURS]
-        best = min(others, key=lambda r: r["metrics"]["us"], default=None)
-        yield {
-            **{name: value for name, value in point.items() if name != "kind"},
-            "status": record["status"],
-            "message": record["message"],
-            **{
-                name: metrics.get(name)
-                for name in ("us", "us_lower", "us_upper", "bytes", "bytes_per_us", "of_copy")
-            },
-            "against_baseline": base[0]["metrics"]["us"] / mine if base and mine else None,
-            "against_peer": best["metrics"]["us"] / mine if best and mine else None,
-            "peer": best["point"]["implementation"] if best else None,
-            "peer_policy": best["point"]["policy"] if best else None,
-            "control_share": metrics.get("control_share"),
-            "serving": metrics.get("serving"),
-        }
-
-
-def _same_group(one: Record, other: Record) -> bool:
-    if one["metrics"].get("run") != other["metrics"].get("run"):
-        return False
-    names = set(one["point"]) - {"policy", "implementation"}
-    return all(one["point"][name] == other["point"].get(name) for name in names)

@@ -107,6 +107,16 @@ PEERS: dict[str, tuple[PeerKernel, ...]] = {
 """Name on the command line -> its kernels."""
 
 
+def offered(name: str, family: str) -> list[str]:
+    """The policies that a peer has kernels for, if it can be imported."""
+    return [
+        str(parse_policy(text))
+        for kernel in PEERS[name]
+        if kernel.family == family
+        for text in kernel.policies
+    ]
+
+
 @dataclass
 class Peer:
     """A peer whose kernels could be imported, at least one of them; missing: module -> why not, for the others."""

@@ -19,6 +19,7 @@ from quantlab.kernels.bench_pools import desynchronised_cursors, desynchronised_
 from quantlab.kernels.bench_timing import Times, quartiles
 from quantlab.records import load_records
 from quantlab.recurrences import StepInputs
+from quantlab.report.speed import speed_rows
 from quantlab.schemes import parse_policy, steps
 from quantlab.schemes.ledger import StateShape
 
@@ -339,7 +340,7 @@ def test_ratios_are_of_one_run():
         return {"point": point, "metrics": metrics, "status": "ok" if us else "failed", "message": None}
 
     rows = list(
-        bench.summary(
+        speed_rows(
             [
                 record(40.0),
                 record(10.0, policy="fp32/nvfp4@16"),
