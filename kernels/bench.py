@@ -86,13 +86,16 @@ def run_cases(
     folder: Path | None = None,
     again: bool = False,
     bandwidth: float | None = None,
+    single_kernels: Callable[[Case], bool] = lambda case: True,
+    deadline: float | None = None,
     show: Callable[[Record, bool], None] = lambda record, timed: None,
 ) -> list[Record]:
     """A record a case, in order; stored in ``folder``, if one is given, as soon as its case is through.
 
     environment: for the records.  steps: stands in for ``quantlab.kernels.steps``.  again: time what has a record of
-    the same protocol too.  bandwidth: of the copy in bytes a microsecond, measured here unless given.  show: called
-    with every record and whether it was made now.
+    the same protocol too.  bandwidth: of the copy in bytes a microsecond, measured here unless given.  single_kernels:
+    for which cases each kernel is timed by itself as well.  deadline: of ``time.monotonic``; no group is begun after
+    it, and the records end there.  show: called with every record and whether it was made now.
     """
     runner: _Runner | None = None
     found = []
@@ -104,7 +107,9 @@ def run_cases(
                 show(record, False)
             found += known
             continue
-        runner = runner or _Runner(timer, environment, dict(peers or {}), steps, bandwidth)
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        runner = runner or _Runner(timer, environment, dict(peers or {}), steps, bandwidth, single_kernels)
         for case in members:
             record = runner.run(case)
             if folder is not None:
@@ -117,7 +122,7 @@ def run_cases(
 
 
 def _known(members: list[Case], folder: Path, device: str) -> list[Record]:
-    """The group's records if all are there, under today's protocol; else none of them."""
+    """The group's records if all are there, none of them a failure, under today's protocol; else none of them."""
     from quantlab.records import load_record, protocol_fingerprint, record_path
 
     found = []
@@ -126,7 +131,7 @@ def _known(members: list[Case], folder: Path, device: str) -> list[Record]:
         if not path.is_file():
             return []
         record = load_record(path)
-        if record["protocol"] != protocol_fingerprint("bench") or record["status"] == "failed":
+        if record["protocol"] != protocol_fingerprint("bench") or record["status"] not in ("ok", "not_served"):
             return []
         found.append(record)
     return found
@@ -142,11 +147,13 @@ class _Runner:
         peers: dict[str, Peer],
         steps: ModuleType | Any | None,
         bandwidth: float | None,
+        single_kernels: Callable[[Case], bool],
     ):
         from quantlab.records import content_hash
 
         self.timer, self.environment, self.peers = timer, dict(environment), peers
         self.steps: Any = steps
+        self.single_kernels = single_kernels
         self.missing: str | None = None
         if steps is None:
             try:
@@ -211,7 +218,8 @@ class _Runner:
         metrics = self._speed(case, times) | vars(plan) | {"comparison": comparison}
         metrics["control_us"] = around.median
         metrics["control_share"] = around.median / (plan.layers * times.median)
-        metrics["launches"] = self._launches(case, models, planned)
+        if self.single_kernels(case):
+            metrics["launches"] = self._launches(case, models, planned)
         if serving := getattr(steps, "serving", None):
             metrics["serving"] = str(serving(models[0].pools[0], case.batch))
         return {"metrics": metrics}
@@ -308,4 +316,5 @@ def _bytes(case: Case) -> dict[str, Any]:
         "read": found.read,
         "written": found.written,
         "token_bytes": found.tokens,
+        "checkpoint_bits": case.parsed.checkpoint.element.storage_bits,
     }

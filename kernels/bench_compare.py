@@ -50,12 +50,17 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of the twin: the pool before it, inputs, output (rows, H, V) float32, and the pool after it."""
+    """One step of the twin: the pool before it, inputs, output (rows, H, V) float32, and the pool after it.
+
+    checkpoint: what is stored after it, decoded.  sizes: sums of magnitudes, as ``_sizes`` has them.
+    """
 
     before: LayerPool
     inputs: StepInputs
     output: Tensor
     after: LayerPool
+    checkpoint: Tensor
+    sizes: dict[str, Tensor]
 
 
 class Comparer:
@@ -120,7 +125,9 @@ def _twin_steps(case: Case, seed: int) -> list[_Step]:
         plan = twin.begin_step(pool.counters, slots, policy.window)
         output = twin.decode_token(pool, inputs, plan, torch.zeros(inputs.v.shape))
         twin.end_step(plan)
-        found.append(_Step(before, inputs, output, _moved(pool, torch.device("cpu"))))
+        after = _moved(pool, torch.device("cpu"))
+        sizes = _sizes(case, before, inputs)
+        found.append(_Step(before, inputs, output, after, decoded_checkpoint(after), sizes))
     return found
 
 
@@ -148,7 +155,7 @@ def _ratios(case: Case, step: _Step, got: LayerPool, output: Tensor, live: int) 
     window = case.parsed.window
     cursor = before.counters.cursor[:live].long()
     flushed = cursor == window - 1
-    sizes = _sizes(case, step, live)
+    sizes = {name: size[:live] for name, size in step.sizes.items()}
     sums = (case.shape.key_dim + 3 * window + 16) * UNIT
     half = _half_unit(step.inputs.v.dtype)
     truth, error = step.output[:live], sums * sizes["output"]
@@ -160,7 +167,7 @@ def _ratios(case: Case, step: _Step, got: LayerPool, output: Tensor, live: int) 
     for name in ("cursor", "origin", "pending", "store_numbers", "sequence_ids"):
         mine, theirs = getattr(got.counters, name)[:live], getattr(after.counters, name)[:live]
         found[name] = 0.0 if torch.equal(mine, theirs) else torch.inf
-    stored, expected = decoded_checkpoint(got)[:live], decoded_checkpoint(after)[:live]
+    stored, expected = decoded_checkpoint(got)[:live], step.checkpoint[:live]
     error = sums * sizes["state"]
     spacing = _checkpoint_spacing(after, expected)
     found["checkpoint"] = _over((stored - expected).abs()[flushed], (error + spacing)[flushed])
@@ -170,22 +177,22 @@ def _ratios(case: Case, step: _Step, got: LayerPool, output: Tensor, live: int) 
     return found | _records(got, after, cursor, flushed, sums * sizes["d"])
 
 
-def _sizes(case: Case, step: _Step, live: int) -> dict[str, Tensor]:
-    """Sums of magnitudes of the output and of d (live, H, V), and of the state (live, H, V, K)."""
-    pool, heads = step.before, case.shape.heads
+def _sizes(case: Case, pool: LayerPool, inputs: StepInputs) -> dict[str, Tensor]:
+    """Sums of magnitudes of the output and of d (rows, H, V), and of the state (rows, H, V, K)."""
+    heads = case.shape.heads
     recurrence = get_recurrence(case.family)
-    inputs = step.inputs.map(lambda t: t[:live].float())
+    inputs = inputs.map(lambda t: t.float())
     k, q = expand_groups(inputs.k, heads, 1), expand_groups(inputs.q, heads, 1)
-    base = decoded_checkpoint(pool)[:live].abs()
+    base = decoded_checkpoint(pool).abs()
     rows = base.norm(dim=-1)
     amount, held = inputs.v.abs(), torch.zeros_like(rows)
     if pool.k_buffer is not None and pool.d_buffer is not None:
-        used = torch.arange(pool.records) < pool.counters.cursor[:live, None]
-        keys = expand_groups(pool.k_buffer[:live].float(), heads, 1)
-        size = pool.d_buffer[:live].float().abs()
+        used = torch.arange(pool.records) < pool.counters.cursor[:, None]
+        keys = expand_groups(pool.k_buffer.float(), heads, 1)
+        size = pool.d_buffer.float().abs()
         if uses_raw(case.parsed, recurrence):
             assert pool.v_buffer is not None
-            raw = pool.v_buffer[:live].float().abs() + rows[:, :, None] * keys.norm(dim=-1)[..., None]
+            raw = pool.v_buffer.float().abs() + rows[:, :, None] * keys.norm(dim=-1)[..., None]
             size = size.maximum(2 * SYSTEM * raw)
         size = torch.where(used[:, None, :, None], size, 0)
         keys = torch.where(used[:, None, :, None], keys, 0)

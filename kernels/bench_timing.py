@@ -13,7 +13,7 @@ COPY_ELEMENTS = 2**30
 """float32 values of the copy: 4 GiB read, 4 GiB written."""
 FEWEST, MOST = 11, 60
 SECONDS = 0.25
-"""Of replays that a measurement takes, within FEWEST and MOST of them."""
+"""Of replays that a measurement takes by default, within FEWEST and MOST of them."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Timer(Protocol):
 class GraphTimer:
     """Captures the work in one CUDA graph, so that neither Python nor a launch is in the time."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self.seconds = seconds
         self.device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(self.device)
         self.name = properties.name
@@ -57,7 +58,7 @@ class GraphTimer:
         for _ in range(2):
             graph.replay()
         first = self._replay(graph)
-        count = min(MOST, max(FEWEST, int(SECONDS * 1e6 / first)))
+        count = min(MOST, max(FEWEST, int(self.seconds * 1e6 / first)))
         return quartiles([self._replay(graph) for _ in range(count)])
 
     def free_bytes(self) -> int:

@@ -119,6 +119,8 @@ def _measure(
     again: bool,
     as_json: bool,
 ) -> None:
+    import torch
+
     from quantlab.kernels.bench import run_cases
     from quantlab.kernels.bench_peers import load_peers
     from quantlab.kernels.bench_timing import GraphTimer, gpu_environment, obstacle
@@ -140,7 +142,7 @@ def _measure(
     records = run_cases(
         cases,
         timer,
-        environment=capture_environment(threads=1) | gpu_environment(timer),
+        environment=capture_environment(torch.get_num_threads()) | gpu_environment(timer),
         peers=peers,
         folder=folder,
         again=again,

@@ -190,6 +190,7 @@ def made_up(folder, batches=(1, 8, 32, 64, 256, 512)):
             point |= {"batch": batch, "heads": 64, "value_dim": 64, "key_dim": 128, "key_heads": 8}
             metrics = {"run": "one", "us": us, "us_lower": us * 0.99, "us_upper": us * 1.02, "bytes": moved}
             metrics |= {"bytes_per_us": moved / us, "of_copy": moved / us / 4.25e6, "copy_bandwidth": 4.25e6}
+            metrics["checkpoint_bits"] = {"fp32": 32, "fp16": 16, "fp8_": 8}[policy[:4]]
             record = complete_record(
                 point | {"device": "NVIDIA H200"}, {"metrics": metrics}, environment={"gpu": "x"}
             )

@@ -36,17 +36,19 @@ def speed_rows(records: Sequence[Record]) -> Iterator[Row]:
     """A row a record: its numbers, and ratios with records of the same run.
 
     against_baseline, against_peer: how many times faster than our own ``fp32@1`` and than the fastest peer (named in
-    ``peer``) at the same family, shape and batch; None without one that was timed in the same run.
+    ``peer``) at the same family, shape and batch; None without one that was timed in the same run.  A peer whose state
+    has fewer bits a value than our checkpoint is no rival: it gives up what ours keeps.
     """
     for record in records:
         point, metrics = record["point"], record["metrics"]
         mine = metrics.get("us")
         beside = [other for other in records if _same_group(record, other) and other["metrics"].get("us")]
         base = [r for r in beside if (r["point"]["implementation"], r["point"]["policy"]) == (OURS, BASELINE)]
-        others = [r for r in beside if r["point"]["implementation"] != OURS]
+        others = [r for r in beside if r["point"]["implementation"] != OURS and not _coarser(r, record)]
         best = min(others, key=lambda r: r["metrics"]["us"], default=None)
         yield {
             **{name: value for name, value in point.items() if name != "kind"},
+            "run": metrics.get("run"),
             "status": record["status"],
             "message": record["message"],
             **{name: metrics.get(name) for name in NUMBERS},
@@ -58,6 +60,10 @@ def speed_rows(records: Sequence[Record]) -> Iterator[Row]:
             "serving": metrics.get("serving"),
             "launches": metrics.get("launches") or {},
         }
+
+
+def _coarser(peer: Record, ours: Record) -> bool:
+    return peer["metrics"]["checkpoint_bits"] < ours["metrics"]["checkpoint_bits"]
 
 
 def _same_group(one: Record, other: Record) -> bool:
@@ -190,6 +196,10 @@ def _draw_rates(axes: Any, rows: list[Row], styles: dict[tuple[str, str], Any]) 
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set(xlabel="rows of the batch", ylabel="own bytes, TB/s")
+    if len({_name(row) for row in rows if row["batch"] == batches[-1]}) < len(styles):
+        axes.legend(
+            fontsize=7, frameon=False
+        )  # the bars beside it name only what was timed at the largest batch
     axes.grid(axis="y")
 
 
@@ -208,9 +218,8 @@ def _draw_times(axes: Any, rows: list[Row], styles: dict[tuple[str, str], Any], 
             linewidth=1,
         )
         digits = max(0, 2 - math.floor(math.log10(row["us"]))) if row["us"] > 0 else 0
-        axes.text(
-            row["us"] + 0.015 * longest, place, f"{row['us']:.{min(digits, 2)}f}", va="center", fontsize=7.6
-        )
+        end = max(row["us"], row["us_upper"] or 0.0) + 0.012 * longest
+        axes.text(end, place, f"{row['us']:.{min(digits, 2)}f}", va="center", fontsize=7.6)
         shown = [row["us"] - (row["us_lower"] or row["us"])], [(row["us_upper"] or row["us"]) - row["us"]]
         axes.errorbar(row["us"], place, xerr=shown, color="black", linewidth=0.8, capsize=0)
     axes.set_yticks(range(len(order)), [_label(_name(row)) for row in order])

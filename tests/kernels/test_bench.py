@@ -334,35 +334,47 @@ def test_nothing_is_measured_when_everything_is_there(tmp_path):
 
 
 def test_ratios_are_of_one_run():
-    def record(us, run="a", implementation="quantlab", policy="fp32@1", batch=8):
+    def record(us, run="a", implementation="quantlab", policy="fp32@1", batch=8, bits=32):
         point = replace(case("fp32@1", batch), policy=policy, implementation=implementation).point("x")
-        metrics = {"run": run} | ({"us": us} if us else {})
+        metrics = {"run": run, "checkpoint_bits": bits} | ({"us": us} if us else {})
         return {"point": point, "metrics": metrics, "status": "ok" if us else "failed", "message": None}
 
-    rows = list(
-        speed_rows(
-            [
-                record(40.0),
-                record(10.0, policy="fp32/nvfp4@16"),
-                record(44.0, implementation="vllm"),
-                record(30.0, implementation="replayssm", policy="fp32@16"),
-                record(1.0, implementation="vllm", run="b"),
-                record(2.0, implementation="vllm", batch=16),
-                record(None, implementation="fla"),
-            ]
-        )
-    )
-    assert [row["against_baseline"] for row in rows[:4]] == [
-        1,
-        4,
-        pytest.approx(40 / 44),
-        pytest.approx(40 / 30),
+    records = [
+        record(40.0),
+        record(10.0, policy="fp32/nvfp4@16"),
+        record(44.0, implementation="vllm"),
+        record(30.0, implementation="replayssm", policy="fp32@16"),
+        record(1.0, implementation="vllm", run="b"),
+        record(2.0, implementation="vllm", batch=16),
+        record(None, implementation="fla"),
+        record(20.0, implementation="vllm", policy="fp16@1", bits=16),
+        record(8.0, policy="fp16/nvfp4@16", bits=16),
     ]
-    assert [row["against_peer"] for row in rows[:3]] == [0.75, 3, pytest.approx(30 / 44)]
+    rows = list(speed_rows(records))
+    against = [row["against_baseline"] for row in rows[:4]]
+    assert against == pytest.approx([1, 4, 40 / 44, 40 / 30])
+    assert [row["against_peer"] for row in rows[:3]] == pytest.approx([0.75, 3, 30 / 44])
     assert (rows[1]["peer"], rows[1]["peer_policy"]) == ("replayssm", "fp32@16")
     assert rows[4]["against_baseline"] is None
     assert rows[6]["us"] is None
     assert rows[6]["against_peer"] is None
+    # A 16-bit state is a rival of a 16-bit checkpoint, and of no 32-bit one.
+    assert (rows[8]["peer_policy"], rows[8]["against_peer"]) == ("fp16@1", 2.5)
+
+
+def test_no_group_begins_after_the_deadline(tmp_path):
+    cases = expand("mamba2", SMALL, ["fp32@1"], [2, 3], {})
+    assert run(cases, folder=tmp_path, deadline=0.0) == []
+    run(cases[:1], folder=tmp_path)
+    assert len(run(cases, folder=tmp_path, deadline=0.0)) == 1  # what has a record needs no time
+
+
+def test_single_kernels_are_timed_where_they_are_wanted():
+    module = altered(launches=lambda *_: {"read": lambda: None})
+    records = run(
+        expand("mamba2", SMALL, ["fp32@1"], [2, 3], {}), steps=module, single_kernels=lambda c: c.batch == 3
+    )
+    assert ["launches" in record["metrics"] for record in records] == [False, True]
 
 
 # -- peers
