@@ -122,7 +122,7 @@ def run_cases(
 
 
 def _known(members: list[Case], folder: Path, device: str) -> list[Record]:
-    """The group's records if all are there, none of them a failure, under today's protocol; else none of them."""
+    """The group's records if all are there, under today's protocol, none of ours a failure; else none of them."""
     from quantlab.records import load_record, protocol_fingerprint, record_path
 
     found = []
@@ -131,7 +131,8 @@ def _known(members: list[Case], folder: Path, device: str) -> list[Record]:
         if not path.is_file():
             return []
         record = load_record(path)
-        if record["protocol"] != protocol_fingerprint("bench") or record["status"] not in ("ok", "not_served"):
+        failed = case.implementation == OURS and record["status"] not in ("ok", "not_served")
+        if failed or record["protocol"] != protocol_fingerprint("bench"):
             return []
         found.append(record)
     return found

@@ -102,9 +102,12 @@ def launch_bytes(case: Case) -> dict[str, float]:
     window: k and gates of the records before each token, for the rows that do not flush.  read: what serves those rows
     (read copy or checkpoint), the d of their records, and the record that they leave.  fold: checkpoint and records of
     the rows that flush, the checkpoint back.  encode: the stored checkpoint of those rows, the read copy.  step: the
-    whole step under @1.  Launches that the policy has no use for are left out.
+    whole step under @1.  Launches that the policy has no use for are left out; nothing with flush=early, which folds
+    before it reads.
     """
     policy, batch, shape = case.parsed, case.batch, case.shape
+    if policy.options.flush == "early":
+        return {}
     recurrence = get_recurrence(case.family)
     full = (shape.heads, shape.value_dim, shape.key_dim)
     checkpoint = sum(policy.checkpoint.stored_bits(full).values()) / 8
@@ -114,15 +117,30 @@ def launch_bytes(case: Case) -> dict[str, float]:
         return {"step": batch * (2 * checkpoint + copy + keys + values + output)}
     fields, raw = record_bytes(policy, recurrence, shape), uses_raw(policy, recurrence)
     derived = fields["k"] + fields["d"] + fields["gate"]
-    folded = fields["k"] + fields["v"] + fields["beta"] + fields["gate"] if raw else derived
-    kept = folded + fields["d"] if raw else derived
+    inputs = fields["k"] + fields["gate"] + fields.get("v", 0) + fields.get("beta", 0)
+    kept = inputs + fields["d"] if raw else derived
+    own_keys = recurrence.delta_rule and policy.options.key_read == "checkpoint"
+    # As the ledger has it: what a flush reads beside the checkpoint, and what a token reads beside the copy.
+    through_copy = bool(copy) and (
+        policy.options.flush_read == "copy" or (recurrence.delta_rule and not raw and not own_keys)
+    )
+    folded = (inputs if raw else derived) + (fields["d"] if through_copy and raw else 0)
     held = (policy.window - 2) / 2  # mean of the cursors of rows that do not flush
     reading, flushing = batch * (policy.window - 1) / policy.window, batch / policy.window
-    own_gates = values - shape.heads * shape.value_dim * INPUT_BYTES
+    gates = values - shape.heads * shape.value_dim * INPUT_BYTES
+    served = (copy or checkpoint) + (checkpoint if copy and own_keys else 0)
     found = {
-        "window": reading * (held * (fields["k"] + fields["gate"]) + keys + own_gates),
-        "read": reading * ((copy or checkpoint) + held * fields["d"] + kept + keys / 2 + values + output),
-        "fold": flushing * (2 * checkpoint + (policy.window - 1) * folded + keys + values + output),
+        "window": reading * (held * (fields["k"] + fields["gate"]) + keys + gates),
+        "read": reading * (served + held * fields["d"] + kept + keys / 2 + values + output),
+        "fold": flushing
+        * (
+            2 * checkpoint
+            + (copy if through_copy else 0)
+            + (policy.window - 1) * folded
+            + keys
+            + values
+            + output
+        ),
     }
     return found | ({"encode": flushing * (checkpoint + copy)} if copy else {})
 

@@ -29,7 +29,7 @@ BATCHES = (1, 8, 64, 256)
 SHAPES = {"mamba2": "64,64,128,8", "gated_delta": "32,128,128,16", "kimi_delta": "32,128,128,32"}
 DRY_BANDWIDTH = 4.2
 FAILED = ("comparison_failed", "failed")
-"""Statuses that end with exit status 1."""
+"""Statuses of ours that end with exit status 1; a peer's failure is a line."""
 
 _NAMES = {
     "batch": "batch",
@@ -152,7 +152,7 @@ def _measure(
     _print(rows, as_json)
     if output is not None:
         _write(output)
-    if any(record["status"] in FAILED for record in records):
+    if any(row["implementation"] == "quantlab" and row["status"] in FAILED for row in rows):
         raise typer.Exit(1)
 
 

@@ -121,7 +121,11 @@ def main() -> None:
         print(line)
     if left:
         print(f"{left} cases are left: the time was up; the same command goes on", file=sys.stderr)
-    sys.exit(1 if any(row["status"] in ("failed", "comparison_failed") for row in rows) else 0)
+    wrong = [row for row in rows if row["status"] in ("failed", "comparison_failed")]
+    for row in wrong:
+        where = f"{row['family']} {_shape(row)} batch {row['batch']}, {row['implementation']} {row['policy']}"
+        print(f"{row['status']}: {where}: {row['message']}", file=sys.stderr)
+    sys.exit(1 if any(row["implementation"] == OURS for row in wrong) else 0)
 
 
 def _measure(options: argparse.Namespace, folder: Path) -> int:

@@ -99,14 +99,30 @@ def test_launches_are_those_that_the_policy_has():
     assert set(launch_bytes(case())) == {"window", "read", "fold", "encode"}
 
 
-def test_launches_together_are_the_ledger_and_the_tokens():
-    # Read, fold and window share the tokens' inputs; the encode reads a checkpoint that the fold has just written.
-    one = case(batch=256, shape=LARGE)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("mamba2", ""),
+        ("mamba2", ":flush_read=copy"),
+        ("gated_delta", ""),
+        ("gated_delta", ":contents=derived"),
+        ("gated_delta", ":flush_read=copy"),
+        ("kimi_delta", ":key_read=checkpoint"),
+    ],
+)
+def test_launches_together_are_the_ledger_and_the_tokens(family, options):
+    shape = LARGE if family != "kimi_delta" else replace(LARGE, key_heads=64)
+    one = case("fp32/nvfp4@16:buffer=bf16" + options, 256, family, shape)
     whole = traffic(one)
-    values = 64 * 64 * 128
-    found = sum(launch_bytes(one).values())
-    again = 256 / 16 * values * 4 + 256 * 15 / 16 * (8 * 128 * 2 + 64 * 4)
-    assert found == pytest.approx(whole.bytes + whole.tokens + again, rel=1e-6)
+    # Read and window share the queries, keys and gates of a token; the encode reads what the fold has just stored.
+    gates = 4 * 64 * (128 if family == "kimi_delta" else 1)
+    strengths = 0 if family == "mamba2" else 4 * 64
+    again = 256 / 16 * 64 * 64 * 128 * 4 + 256 * 15 / 16 * (shape.key_heads * 128 * 2 + gates + strengths)
+    assert sum(launch_bytes(one).values()) == pytest.approx(whole.bytes + whole.tokens + again, rel=1e-6)
+
+
+def test_launches_of_an_early_flush_are_not_told_apart():
+    assert launch_bytes(case("fp32@16:flush=early")) == {}
 
 
 # -- cursors
