@@ -9,7 +9,7 @@ Layout (S slots, H heads, G key heads, V value dim, K key dim, R records; everyt
 
     checkpoint        (S, H, V, K)      float32, bfloat16, float16; or codes, int8 or uint8 (fp8)
     checkpoint_scales (S, H, V)         float32, with codes
-    copy_codes        (S, H, V, K / 2)  uint8, two 4-bit codes a byte, the low nibble is the even element; fp8: (S, H, V, K)
+    copy_codes        (S, H, V, K / 2)  uint8, two 4-bit codes a byte, low nibble = even element; fp8: (S, H, V, K)
     copy_scales       (S, H, V, K / 16) uint8 E4M3; mxfp4: (S, H, V, K / 32) uint8 E8M0; fp8: (S, H, V) float32
     copy_global_scale (S, H)            float32, nvfp4 alone
     k_buffer          (S, G, R, K)      the records of a group are one block of memory; shared by the group's heads

@@ -1,0 +1,233 @@
+"""The stored checkpoint inside a kernel: a tile of codes to float32 and back, bit for bit as the formats define it.
+
+A ``Store`` says what a checkpoint's format makes of a tile; kernels take it as one constexpr.  Formats: fp32, bf16,
+fp16, and fp8_e4m3 and int8 under one float32 scale a value row; rounded to nearest, or stochastically by all 32 bits of
+a random word.
+
+What torch refuses to store as diverged, a kernel cannot refuse: a NaN or Inf stays one in fp32, bf16 and fp16, and
+under row scales it makes its row's scale NaN, so that whatever reads the row shows it.
+"""
+
+# A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false, reportRedeclaration=false
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from quantlab.errors import InputError
+from quantlab.formats import Format
+from quantlab.formats.rounding import EXACT_BITS
+from quantlab.formats.table import Element, Integer
+from quantlab.kernels.arithmetic import multiply_add, narrowed
+from quantlab.kernels.decode import element_value, widened
+from quantlab.kernels.rounding import encode
+from quantlab.kernels.scales import FloatOptions, float_scale, recipe_of
+
+NAMES = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8")
+
+SMALL: tl.constexpr = tl.constexpr(2.0**-60)
+LIFT: tl.constexpr = tl.constexpr(2.0**90)
+SIGN: tl.constexpr = tl.constexpr(-(2**31))
+HALVES: tl.constexpr = tl.constexpr(1.5 * 2.0**23)
+"""Added to a float32 below 2^22, it leaves the nearest integer in the low bits."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """What a checkpoint's format makes of a tile.
+
+    element: what a number is rounded to, None for fp32.  scale: options of ``float_scale`` for one scale a value row,
+    None without.  stochastic: by 32 random bits a number.
+    """
+
+    element: Element | Integer | None
+    scale: FloatOptions | None
+    stochastic: bool
+
+
+def store_of(fmt: Format) -> Store:
+    """The ``Store`` of a checkpoint's format.
+
+    Raises:
+        InputError: no kernel stores checkpoints in the format.
+    """
+    if reason := unserved(fmt):
+        raise InputError("fmt", fmt.text, reason)
+    scale = None if fmt.recipe is None else recipe_of(fmt).options
+    element = fmt.element if fmt.rounded else None
+    return Store(element, scale, fmt.stochastic)
+
+
+def unserved(fmt: Format) -> str | None:
+    """What the format would need to be for kernels to store checkpoints in it, or None."""
+    if fmt.name not in NAMES or (fmt.recipe is not None and fmt.granularity != "row"):
+        return "a checkpoint of fp32, bf16, fp16, or fp8 or int8 with one scale a value row"
+    if fmt.text.partition("+")[2] not in ("", "sr") or (fmt.random_bits or EXACT_BITS) != EXACT_BITS:
+        return "a checkpoint without modifiers other than +sr"
+    return None
+
+
+@triton.jit
+def decoded_tile(codes, row_scales, STORE: tl.constexpr):
+    """codes (rows, columns) as stored, row_scales (rows,) float32 or None -> float32 values."""
+    if STORE.scale is None:
+        values = widened(codes)
+    else:
+        values = element_value(codes, STORE.element) * row_scales[:, None]
+    return values
+
+
+@triton.jit
+def rounded_tile(x, words, STORE: tl.constexpr):
+    """float32 x (rows, columns), whole value rows, and uint32 random words or None, to what is stored.
+
+    Returns codes in the dtype of the checkpoint's memory; row scales (rows,), 0.0 where the format has none; the
+    float32 values that the codes decode to.
+    """
+    if STORE.scale is None:
+        codes, values = plain_codes(x, words, STORE)
+        return codes, 0.0, values  # Triton 3.6 returns no None
+    else:
+        scales = row_scale(x, STORE.scale)
+        codes = small_codes(row_quotients(x, scales), words, STORE)
+        return codes, scales, decoded_tile(codes, scales, STORE)
+
+
+@triton.jit
+def plain_codes(x, words, STORE: tl.constexpr):
+    """``rounded_tile`` without scales: what is stored, and its values."""
+    ELEMENT: tl.constexpr = STORE.element
+    if ELEMENT is None:
+        codes, values = x, x
+    else:
+        if ELEMENT.name == "bf16":
+            dtype: tl.constexpr = tl.bfloat16
+        else:
+            dtype: tl.constexpr = tl.float16
+        if STORE.stochastic:
+            codes = stochastic_codes(x, words, ELEMENT).to(tl.uint16).to(dtype, bitcast=True)
+        else:
+            codes = narrowed(x, dtype)
+        values = widened(codes)
+    return codes, values
+
+
+@triton.jit
+def row_scale(x, OPTIONS: tl.constexpr):
+    """float32 x (rows, columns) -> ``float_scale`` of each row's largest magnitude; NaN if the row is not finite."""
+    # Magnitudes order like their bit patterns, and a NaN is above Inf.
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    scales, _ = float_scale(bits.to(tl.float32, bitcast=True), 1.0, OPTIONS)
+    return tl.where(bits >= 0x7F800000, float("nan"), scales)
+
+
+@triton.jit
+def row_quotients(x, scales):
+    """x / scale, rounded once, for finite x: a division a row and five operations a value.
+
+    With y = 1 / s rounded to nearest, q = x y is off by at most 1.5 units in the last place (Brisebarre, Muller and
+    Raina, IEEE Transactions on Computers 53, 2004); q + (x - q s) y is off by less than one, and from there the same
+    step gives the rounded quotient (Markstein, "Computation of elementary functions on the IBM RISC System/6000",
+    1990), as long as the remainder is exact.  Small scales are lifted by a power of two, which changes no quotient;
+    the remainder is then exact for every quotient above 2^-42, and for int8 and E4M3 a smaller one is only a sign.
+    """
+    lift = tl.where(scales < SMALL, LIFT, 1.0)
+    divisor = scales * lift
+    inverse = tl.math.div_rn(tl.full(scales.shape, 1.0, tl.float32), divisor)
+    divisor = tl.broadcast_to(divisor[:, None], x.shape)
+    inverse = tl.broadcast_to(inverse[:, None], x.shape)
+    lifted = x * lift[:, None]
+    quotient = lifted * inverse
+    quotient = multiply_add(multiply_add(-quotient, divisor, lifted), inverse, quotient)
+    quotient = multiply_add(multiply_add(-quotient, divisor, lifted), inverse, quotient)
+    # A remainder of +0 has taken the sign of -0 away.
+    signed = quotient.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & SIGN)
+    return signed.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def small_codes(quotients, words, STORE: tl.constexpr):
+    """Codes of E4M3 (uint8) or int8 of finite quotients."""
+    ELEMENT: tl.constexpr = STORE.element
+    if hasattr(ELEMENT, "exponent_bits"):
+        if STORE.stochastic:
+            codes = stochastic_codes(quotients, words, ELEMENT)
+        else:
+            codes = nearest_codes(quotients, ELEMENT)
+        codes = codes.to(tl.uint8)
+    else:
+        if STORE.stochastic:
+            codes = encode(quotients, words, ELEMENT, "stochastic", 32)
+        else:
+            limited = tl.minimum(tl.maximum(quotients, -ELEMENT.max), ELEMENT.max)
+            codes = (limited + HALVES).to(tl.int32, bitcast=True) - 0x4B400000
+        codes = codes.to(tl.int8)
+    return codes
+
+
+@triton.jit
+def nearest_codes(x, ELEMENT: tl.constexpr):
+    """Finite float32 -> codes in int32 of an element that saturates; ties to even, sign of zero kept."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    DROPPED: tl.constexpr = 23 - ELEMENT.mantissa_bits
+    REBIAS: tl.constexpr = (127 - ELEMENT.bias) << ELEMENT.mantissa_bits
+    odd = (magnitude >> DROPPED) & 1
+    normal = ((magnitude + ((1 << (DROPPED - 1)) - 1) + odd) >> DROPPED) - REBIAS
+    # Below the normal numbers the grid is the quantum, as float32's own is here.
+    shifted = magnitude.to(tl.float32, bitcast=True) + ELEMENT.smallest * 2.0**23
+    units = shifted.to(tl.int32, bitcast=True) & ((2 << ELEMENT.mantissa_bits) - 1)
+    code = tl.where(normal <= (1 << ELEMENT.mantissa_bits), units, tl.minimum(normal, ELEMENT.max_code))
+    return code | ((bits >> (32 - ELEMENT.bits)) & ELEMENT.sign_code)
+
+
+@triton.jit
+def stochastic_codes(x, words, ELEMENT: tl.constexpr):
+    """float32 -> codes in int32, up if the discarded fraction plus a 32-bit random word carries.
+
+    A normal number discards as many bits as the mantissas differ by, and of the word only as many can decide, so the
+    word's top is added to the bit pattern.  A tile with a subnormal of the element takes the general path.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    words = words.to(tl.uint32, bitcast=True)
+    DROPPED: tl.constexpr = 23 - ELEMENT.mantissa_bits
+    MIN_FIELD: tl.constexpr = ELEMENT.min_exponent + 127
+    REBIAS: tl.constexpr = (127 - ELEMENT.bias) << ELEMENT.mantissa_bits
+    # Added as float32's sign is not there: the sum stays below 2^32.
+    codes = ((magnitude.to(tl.uint32) + (words >> (32 - DROPPED))) >> DROPPED).to(tl.int32) - REBIAS
+    if MIN_FIELD > 1:  # noqa: SIM102 (the outer condition is a constant, the inner one the device's)
+        if tl.min(tl.min(magnitude, 1), 0) < (MIN_FIELD << 23):
+            codes = subnormal_codes(magnitude, words, codes, ELEMENT)
+    beyond = codes > ELEMENT.max_code
+    if ELEMENT.overflow.value == "infinity":
+        above = tl.where(magnitude > 0x7F800000, ELEMENT.nan_code, ELEMENT.infinity_code)
+    else:
+        above = ELEMENT.max_code
+    codes = tl.where(beyond, above, codes)
+    sign = (bits >> (32 - ELEMENT.bits)) & ELEMENT.sign_code
+    if ELEMENT.overflow.value == "infinity":
+        sign = tl.where(magnitude > 0x7F800000, 0, sign)
+    return codes | sign
+
+
+@triton.jit
+def subnormal_codes(magnitude, words, normal, ELEMENT: tl.constexpr):
+    """The codes of magnitudes below the smallest normal number, ``normal`` elsewhere.
+
+    In units of the quantum: the integer part, and a carry of the first 32 bits of the fraction plus the word.
+    """
+    MIN_FIELD: tl.constexpr = ELEMENT.min_exponent + 127
+    field = tl.maximum(magnitude >> 23, 1)
+    significand = magnitude - ((field - 1) << 23)
+    shift = (23 - ELEMENT.mantissa_bits) + MIN_FIELD - field
+    significand = significand.to(tl.uint32)
+    left = tl.minimum(tl.maximum(32 - shift, 0), 31).to(tl.uint32)
+    right = tl.minimum(tl.maximum(shift - 32, 0), 31).to(tl.uint32)
+    fraction = (significand << left) >> right
+    units = (significand >> tl.minimum(tl.maximum(shift, 0), 31).to(tl.uint32)).to(tl.int32)
+    units += (fraction + words < words).to(tl.int32)
+    return tl.where(magnitude < (MIN_FIELD << 23), units, normal)
