@@ -6,8 +6,9 @@
 a group, and a group is measured in one run: if any of its records is missing, all of them are made anew.
 
 Only the public interface of ``quantlab.kernels.steps`` is called: ``begin_step``, ``decode_token``, ``end_step`` and
-``load_states``, which have the signatures of ``quantlab.schemes.steps``.  Two optional functions there tell more:
+``load_states``, which have the signatures of ``quantlab.schemes.steps``.  Optional functions there tell more:
 
+    served(policy, family, shape) -> str | None                      why no kernel serves it
     launches(pool, inputs, plan, output) -> {"read": launch, ...}    each launches that kernel alone, names as in
                                                                      ``bench_cases.launch_bytes``
     serving(pool, batch) -> str                                      which kernels serve a batch of that many rows
@@ -192,6 +193,9 @@ class _Runner:
     def _ours(self, case: Case) -> dict[str, Any]:
         if self.missing:
             return {"status": "not_served", "message": self.missing}
+        served = getattr(self.steps, "served", None)
+        if served is not None and (reason := served(case.policy, case.family, case.shape)):
+            return {"status": "not_served", "message": reason}
         compared = self.comparer.compare(case)
         comparison = {"against": "torch twin, float32", "error_over_limit": compared.measured}
         if not compared.passed:
