@@ -6,14 +6,11 @@
 a group, and a group is measured in one run: if any of its records is missing, all of them are made anew.
 
 Only the public interface of ``quantlab.kernels.steps`` is called: ``begin_step``, ``decode_token``, ``end_step`` and
-``load_states``, which have the signatures of ``quantlab.schemes.steps``.  Optional functions there tell more:
-
-    served(policy, family, shape) -> str | None                      why no kernel serves it
-    launches(pool, inputs, plan, output) -> {"read": launch, ...}    each launches that kernel alone, names as in
-                                                                     ``bench_cases.launch_bytes``
-    serving(pool, batch) -> str                                      which kernels serve a batch of that many rows
+``load_states``, which have the signatures of ``quantlab.schemes.steps``; ``served(policy, family, shape)``, where it is
+there, says why no kernel serves a case.  Single kernels are timed by repeating the launches that a token made.
 """
 
+import functools
 import importlib
 import math
 import time
@@ -27,7 +24,7 @@ from typing import Any
 import torch
 
 from quantlab.errors import InputError
-from quantlab.kernels import bench_peer_calls
+from quantlab.kernels import bench_peer_calls, bench_timing
 from quantlab.kernels.bench_cases import OURS, Case, launch_bytes, traffic
 from quantlab.kernels.bench_compare import Comparer
 from quantlab.kernels.bench_peers import Peer
@@ -223,10 +220,10 @@ class _Runner:
         metrics = self._speed(case, times) | vars(plan) | {"comparison": comparison}
         metrics["control_us"] = around.median
         metrics["control_share"] = around.median / (plan.layers * times.median)
+        alone = self._recorded(models, planned)
+        metrics["kernels"] = list(alone)
         if self.single_kernels(case):
-            metrics["launches"] = self._launches(case, models, planned)
-        if serving := getattr(steps, "serving", None):
-            metrics["serving"] = str(serving(models[0].pools[0], case.batch))
+            metrics["launches"] = self._launches(case, alone, plan.groups * plan.layers)
         return {"metrics": metrics}
 
     def _schedule(self, case: Case) -> Schedule:
@@ -244,26 +241,33 @@ class _Runner:
             models.append(model)
         return models
 
-    def _launches(self, case: Case, models: list[Layers], plans: list[Any]) -> dict[str, Any]:
-        """Each kernel of the step by itself, if the launchers tell them apart."""
-        launches = getattr(self.steps, "launches", None)
-        if launches is None:
-            return {}
-        alone: dict[str, list[Callable[[], object]]] = {}
+    def _recorded(self, models: list[Layers], plans: list[Any]) -> dict[str, list[Callable[[], object]]]:
+        """The launches of every layer's token, by name of the kernel."""
+        found: dict[str, list[Callable[[], object]]] = {}
         for model, plan in zip(models, plans, strict=True):
             for pool, inputs, output in zip(model.pools, model.inputs, model.outputs, strict=True):
-                for name, launch in launches(pool, inputs, plan, output).items():
-                    alone.setdefault(name, []).append(launch)
-        sizes = launch_bytes(case)
+                token = functools.partial(self.steps.decode_token, pool, inputs, plan, output)
+                for name, launch in bench_timing.recorded_launches(token):
+                    found.setdefault(name, []).append(launch)
+        return found
+
+    def _launches(
+        self, case: Case, alone: dict[str, list[Callable[[], object]]], layers: int
+    ) -> dict[str, Any]:
+        """The time of each part of a step by itself, of all launches that do it in a layer."""
+        parts: dict[str, list[str]] = {}
+        for name in alone:
+            parts.setdefault(part_of(name), []).append(name)
+        sizes = launch_bytes(case, window="window" in parts)
         found = {}
-        for name, work in alone.items():
-            times = self.timer.measure(lambda work=work: [launch() for launch in work] and None).per(
-                len(work)
-            )
-            found[name] = {"us": times.median, "us_lower": times.lower, "us_upper": times.upper}
-            if name in sizes:
-                rate = sizes[name] / times.median
-                found[name] |= {"bytes": sizes[name], "of_copy": rate / self.bandwidth}
+        for part, names in parts.items():
+            work = [launch for name in names for launch in alone[name]]
+            times = self.timer.measure(lambda work=work: [launch() for launch in work]).per(layers)
+            found[part] = {"kernels": names, "us": times.median}
+            found[part] |= {"us_lower": times.lower, "us_upper": times.upper}
+            if part in sizes:
+                rate = sizes[part] / times.median
+                found[part] |= {"bytes": sizes[part], "of_copy": rate / self.bandwidth}
         return found
 
     def _peer(self, case: Case) -> dict[str, Any]:
@@ -303,6 +307,11 @@ class _Runner:
             "bytes_per_us": rate,
             "of_copy": rate / self.bandwidth,
         }
+
+
+def part_of(kernel: str) -> str:
+    """Which of ``launch_bytes`` a kernel's name says that it does; else the name."""
+    return next((part for part in ("fold", "encode", "step", "read", "window") if part in kernel), kernel)
 
 
 def _refused(reason: str | None, comparison: dict[str, Any]) -> dict[str, Any]:

@@ -96,14 +96,14 @@ def _token_bytes(case: Case) -> tuple[int, int, int]:
     return 2 * shape.key_heads * shape.key_dim * INPUT_BYTES, vector + gates + strength, vector
 
 
-def launch_bytes(case: Case) -> dict[str, float]:
+def launch_bytes(case: Case, *, window: bool = True) -> dict[str, float]:
     """Bytes that each launch of one step has to move, with inputs and outputs, rows spread evenly over the window.
 
     window: k and gates of the records before each token, for the rows that do not flush.  read: what serves those rows
     (read copy or checkpoint), the d of their records, and the record that they leave.  fold: checkpoint and records of
     the rows that flush, the checkpoint back.  encode: the stored checkpoint of those rows, the read copy.  step: the
     whole step under @1.  Launches that the policy has no use for are left out; nothing with flush=early, which folds
-    before it reads.
+    before it reads.  window: whether the key part has a launch of its own; else ``read`` does it.
     """
     policy, batch, shape = case.parsed, case.batch, case.shape
     if policy.options.flush == "early":
@@ -129,9 +129,11 @@ def launch_bytes(case: Case) -> dict[str, float]:
     reading, flushing = batch * (policy.window - 1) / policy.window, batch / policy.window
     gates = values - shape.heads * shape.value_dim * INPUT_BYTES
     served = (copy or checkpoint) + (checkpoint if copy and own_keys else 0)
-    found = {
-        "window": reading * (held * (fields["k"] + fields["gate"]) + keys + gates),
-        "read": reading * (served + held * fields["d"] + kept + keys / 2 + values + output),
+    key_part = held * (fields["k"] + fields["gate"])
+    found = {"window": reading * (key_part + keys + gates)} if window else {}
+    found |= {
+        "read": reading
+        * (served + held * fields["d"] + kept + (keys / 2 if window else keys + key_part) + values + output),
         "fold": flushing
         * (
             2 * checkpoint

@@ -1,5 +1,6 @@
 """Time on a GPU: CUDA graphs replayed, and what the memory of the machine can do at best in the same run."""
 
+import functools
 import statistics
 import subprocess
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import triton
+from triton.runtime.jit import JITFunction
 
 COPY_ELEMENTS = 2**30
 """float32 values of the copy: 4 GiB read, 4 GiB written."""
@@ -86,6 +88,25 @@ def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         work()
     return graph
+
+
+def recorded_launches(work: Callable[[], object]) -> list[tuple[str, Callable[[], object]]]:
+    """Name and repetition of every Triton kernel that ``work`` launches, in order; memory and sizes as they were."""
+    found: list[tuple[str, Callable[[], object]]] = []
+    launcher: Any = JITFunction
+    original = launcher.run
+
+    def run(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        if not options.get("warmup"):
+            found.append((kernel.fn.__name__, functools.partial(original, kernel, *arguments, **options)))
+        return original(kernel, *arguments, **options)
+
+    launcher.run = run
+    try:
+        work()
+    finally:
+        launcher.run = original
+    return found
 
 
 def quartiles(microseconds: list[float]) -> Times:

@@ -42,7 +42,7 @@ _NAMES = {
     "against_peer": "x of peer",
     "peer": "best peer",
     "against_baseline": "x of fp32@1",
-    "serving": "served by",
+    "kernels": "launches",
     "status": "status",
 }
 _RIGHT = ["batch", "us", "quartiles", "megabytes", "of_copy", "against_peer", "against_baseline"]
@@ -281,7 +281,7 @@ def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
     for key in dict.fromkeys(_layer(row) for row in rows):
         mine = [_shown(row) for row in rows if _layer(row) == key]
         columns = [name for name in _NAMES if any(row[name] not in (None, "") for row in mine)]
-        narrow = [name for name in columns if name not in ("quartiles", "megabytes", "serving", "who")]
+        narrow = [name for name in columns if name not in ("quartiles", "megabytes", "kernels", "who")]
         print_table(f"{key}: a step of a layer", mine, columns, _NAMES, _RIGHT, narrow)
         _print_launches([row for row in rows if _layer(row) == key])
     for row in rows:
@@ -311,7 +311,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
         "against_peer": fixed(row["against_peer"], 2),
         "peer": row["peer"] and f"{row['peer']} {row['peer_policy']}",
         "against_baseline": fixed(row["against_baseline"], 2),
-        "serving": row["serving"],
+        "kernels": row["kernels"],
         "status": None if row["status"] == "ok" else row["status"],
     }
 
@@ -326,7 +326,8 @@ def _print_launches(rows: list[dict[str, Any]]) -> None:
                 {
                     "batch": row["batch"],
                     "policy": row["policy"],
-                    "kernel": name,
+                    "part": name,
+                    "kernel": " + ".join(launch["kernels"]),
                     "us": f"{launch['us']:.2f}",
                     "megabytes": f"{launch['bytes'] / 1e6:,.2f}" if "bytes" in launch else None,
                     "of_copy": None if share is None else f"{100 * share:.1f}",

@@ -69,5 +69,5 @@ def test_a_record_has_what_the_page_names():
     rows = re.findall(r"^\| ([a-z_0-9, ]+) \|", table, re.MULTILINE)
     named = {name for row in rows for name in row.split(", ")} - {"name"}
     assert set(record["metrics"]) - {"token_bytes", "checkpoint_bits"} <= named
-    assert named - set(record["metrics"]) == {"serving", "source"}
+    assert named - set(record["metrics"]) == {"source"}
     assert all(f"`{name}`" in table for name in set(record["point"]) - {"kind"})

@@ -57,7 +57,7 @@ def speed_rows(records: Sequence[Record]) -> Iterator[Row]:
             "peer": best["point"]["implementation"] if best else None,
             "peer_policy": best["point"]["policy"] if best else None,
             "control_share": metrics.get("control_share"),
-            "serving": metrics.get("serving"),
+            "kernels": " + ".join(metrics.get("kernels") or []) or None,
             "launches": metrics.get("launches") or {},
         }
 

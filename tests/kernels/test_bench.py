@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.runtime.jit import JITFunction
 
 from quantlab.errors import InputError
-from quantlab.kernels import bench, bench_peers
+from quantlab.kernels import bench, bench_peers, bench_timing
 from quantlab.kernels.bench_cases import Case, expand, launch_bytes, parse_shape, traffic
 from quantlab.kernels.bench_compare import Comparer
 from quantlab.kernels.bench_pools import desynchronised_cursors, desynchronised_pool
@@ -296,12 +297,22 @@ def test_a_case_without_a_kernel_says_why():
 
 
 # -- records
-def test_a_record_says_what_was_measured(tmp_path):
-    def launches(pool, inputs, plan, output):
-        return {"read": lambda: None, "something else": lambda: None}
+def fake_launches(*names):
+    """As if a token's work had launched kernels of these names."""
 
-    module = altered(launches=launches, serving=lambda pool, batch: f"replay, {batch} rows")
-    (record,) = run([case(batch=4)], steps=module, folder=tmp_path)
+    def recorded(work):
+        work()
+        return [(name, lambda: None) for name in names]
+
+    return recorded
+
+
+def test_a_record_says_what_was_measured(tmp_path, monkeypatch):
+    launched = fake_launches(
+        "window_kernel", "read_copy_kernel", "fold_kernel", "fold_kernel", "other_kernel"
+    )
+    monkeypatch.setattr(bench_timing, "recorded_launches", launched)
+    (record,) = run([case(batch=4)], folder=tmp_path)
     metrics = record["metrics"]
     assert record["status"] == "ok"
     visits = metrics["groups"] * metrics["layers"] * metrics["steps"]
@@ -312,9 +323,12 @@ def test_a_record_says_what_was_measured(tmp_path):
         metrics["control_us"] / (metrics["layers"] * metrics["us"])
     )
     assert metrics["of_copy"] == pytest.approx(metrics["bytes"] / metrics["us"] / 4.0)
-    assert metrics["serving"] == "replay, 4 rows"
+    assert metrics["kernels"] == ["window_kernel", "read_copy_kernel", "fold_kernel", "other_kernel"]
     assert metrics["launches"]["read"]["bytes"] == pytest.approx(launch_bytes(case(batch=4))["read"])
-    assert set(metrics["launches"]["something else"]) == {"us", "us_lower", "us_upper"}
+    assert metrics["launches"]["read"]["us"] == pytest.approx(2.0 / metrics["layers"] / metrics["groups"])
+    assert metrics["launches"]["fold"]["kernels"] == ["fold_kernel"]
+    assert metrics["launches"]["fold"]["us"] == metrics["launches"]["read"]["us"]  # two launches, one part
+    assert set(metrics["launches"]["other_kernel"]) == {"kernels", "us", "us_lower", "us_upper"}
     assert metrics["comparison"]["error_over_limit"]["output"] <= 1
     assert record["point"]["device"] == "a made-up device"
     assert load_records(tmp_path) == [record]
@@ -386,11 +400,47 @@ def test_no_group_begins_after_the_deadline(tmp_path):
 
 
 def test_single_kernels_are_timed_where_they_are_wanted():
-    module = altered(launches=lambda *_: {"read": lambda: None})
-    records = run(
-        expand("mamba2", SMALL, ["fp32@1"], [2, 3], {}), steps=module, single_kernels=lambda c: c.batch == 3
-    )
+    cases = expand("mamba2", SMALL, ["fp32@1"], [2, 3], {})
+    records = run(cases, single_kernels=lambda c: c.batch == 3)
     assert ["launches" in record["metrics"] for record in records] == [False, True]
+
+
+def test_launches_are_recorded_and_repeated(monkeypatch):
+    calls = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *given, **options: calls.append((given, options)))
+
+    def some_kernel(x):
+        pass
+
+    kernel = SimpleNamespace(fn=some_kernel)
+    before = JITFunction.run
+
+    def work():
+        JITFunction.run(kernel, 1, grid=(2,), warmup=False)
+        JITFunction.run(kernel, 3, grid=(2,), warmup=True)
+
+    ((name, again),) = bench_timing.recorded_launches(work)
+    assert name == "some_kernel"
+    assert JITFunction.run is before
+    again()
+    assert calls == [((n,), {"grid": (2,), "warmup": w}) for n, w in ((1, False), (3, True), (1, False))]
+
+
+def test_names_say_parts():
+    names = (
+        "step_kernel",
+        "window_kernel",
+        "read_copy_kernel",
+        "window_fold_kernel",
+        "encode_nvfp4_kernel",
+        "x",
+    )
+    assert [bench.part_of(name) for name in names] == ["step", "window", "read", "fold", "encode", "x"]
+    one = case()
+    without = launch_bytes(one, window=False)
+    assert set(without) == {"read", "fold", "encode"}
+    whole = launch_bytes(one)
+    assert whole["read"] < without["read"] < whole["read"] + whole["window"]
 
 
 # -- peers
