@@ -340,9 +340,9 @@ def _print_launches(rows: list[dict[str, Any]]) -> None:
 
 def _redraw(folder: Path, output: Path, as_json: bool) -> None:
     from quantlab.records import check_output_folder
-    from quantlab.report.speed import load_speed_records, speed_rows
+    from quantlab.report.speed import in_order, load_speed_records, speed_rows
 
-    rows = list(speed_rows(load_speed_records(folder)))
+    rows = in_order(list(speed_rows(load_speed_records(folder))))
     check_output_folder(output)
     _print(rows, as_json)
     _write(output, folder)
@@ -350,9 +350,8 @@ def _redraw(folder: Path, output: Path, as_json: bool) -> None:
 
 def _write(output: Path, folder: Path | None = None) -> None:
     """Table and figures of every record in the folder, this run's and older ones."""
-    from quantlab.report.speed import draw_speed, load_speed_records, speed_csv, speed_rows
+    from quantlab.report.speed import draw_speed, in_order, load_speed_records, speed_csv, speed_rows
 
-    rows = list(speed_rows(load_speed_records(folder or output)))
-    rows.sort(key=lambda row: (_layer(row), row["batch"], row["implementation"] != "quantlab"))
+    rows = in_order(list(speed_rows(load_speed_records(folder or output))))
     paths = [speed_csv(rows, output / "bench.csv"), *draw_speed(rows, output)]
     _say(f"written: {', '.join(text_of(str(path)) for path in paths)}")

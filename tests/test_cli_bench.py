@@ -14,7 +14,7 @@ from quantlab.errors import InputError
 from quantlab.kernels import bench_timing
 from quantlab.kernels.bench_timing import Times
 from quantlab.records import complete_record, load_records, save_record
-from quantlab.report.speed import draw_speed, load_speed_records, speed_rows
+from quantlab.report.speed import draw_speed, in_order, load_speed_records, speed_rows
 from quantlab.schemes import steps
 
 
@@ -206,7 +206,15 @@ def test_a_figure_of_made_up_records(tmp_path):
     draw_speed(rows, tmp_path)
     assert svg.read_bytes() == first
     assert rows
-    assert all(row["against_peer"] for row in rows)
+    assert all((row["against_peer"] is None) == (row["implementation"] != "quantlab") for row in rows)
+
+
+def test_rows_have_an_order(tmp_path):
+    made_up(tmp_path, batches=(8, 1))
+    rows = in_order(list(speed_rows(load_speed_records(tmp_path))))
+    assert [row["batch"] for row in rows] == [1] * 7 + [8] * 7
+    assert [row["implementation"] for row in rows[:7]] == ["quantlab"] * 5 + ["replayssm", "vllm"]
+    assert rows[0]["policy"] == rows[7]["policy"] == "fp32@1"
 
 
 def test_there_is_something_to_draw(tmp_path):

@@ -178,9 +178,9 @@ def _measure(options: argparse.Namespace, folder: Path) -> int:
 
 
 def _report(output: Path) -> list[dict[str, Any]]:
-    from quantlab.report.speed import draw_speed, load_speed_records, speed_csv, speed_rows
+    from quantlab.report.speed import draw_speed, in_order, load_speed_records, speed_csv, speed_rows
 
-    rows = list(speed_rows(load_speed_records(output)))
+    rows = in_order(list(speed_rows(load_speed_records(output))))
     speed_csv(rows, output / "bench.csv")
     draw_speed(rows, output)
     return rows

@@ -37,7 +37,7 @@ def speed_rows(records: Sequence[Record]) -> Iterator[Row]:
 
     against_baseline, against_peer: how many times faster than our own ``fp32@1`` and than the fastest peer (named in
     ``peer``) at the same family, shape and batch; None without one that was timed in the same run.  A peer whose state
-    has fewer bits a value than our checkpoint is no rival: it gives up what ours keeps.
+    has fewer bits a value than our checkpoint is no rival: it gives up what ours keeps.  Peers have no peer.
     """
     for record in records:
         point, metrics = record["point"], record["metrics"]
@@ -46,6 +46,8 @@ def speed_rows(records: Sequence[Record]) -> Iterator[Row]:
         base = [r for r in beside if (r["point"]["implementation"], r["point"]["policy"]) == (OURS, BASELINE)]
         others = [r for r in beside if r["point"]["implementation"] != OURS and not _coarser(r, record)]
         best = min(others, key=lambda r: r["metrics"]["us"], default=None)
+        if point["implementation"] != OURS:
+            best = None
         yield {
             **{name: value for name, value in point.items() if name != "kind"},
             "run": metrics.get("run"),
@@ -64,6 +66,17 @@ def speed_rows(records: Sequence[Record]) -> Iterator[Row]:
 
 def _coarser(peer: Record, ours: Record) -> bool:
     return peer["metrics"]["checkpoint_bits"] < ours["metrics"]["checkpoint_bits"]
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """By family, shape and batch, ours before peers, each by policy; the baseline first."""
+
+    def key(row: Row) -> tuple[Any, ...]:
+        where = (row["device"], row["family"], *(row[name] for name in SHAPE), row["batch"])
+        policy = row["policy"]
+        return (*where, row["implementation"] != OURS, row["implementation"], policy != BASELINE, policy)
+
+    return sorted(rows, key=key)
 
 
 def _same_group(one: Record, other: Record) -> bool:
@@ -161,7 +174,7 @@ def _styles(rows: Sequence[Row]) -> dict[tuple[str, str], Any]:
     """Ours first, so that peers change nobody's colour."""
     from quantlab.report.style import policy_styles
 
-    names = sorted(dict.fromkeys(map(_name, rows)), key=lambda name: name[0] != OURS)
+    names = sorted(set(map(_name, rows)), key=lambda name: (name[0] != OURS, *name))
     found = policy_styles([_label(name) for name in names])
     return {name: found[_label(name)] for name in names}
 
@@ -196,11 +209,12 @@ def _draw_rates(axes: Any, rows: list[Row], styles: dict[tuple[str, str], Any]) 
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set(xlabel="rows of the batch", ylabel="own bytes, TB/s")
-    if len({_name(row) for row in rows if row["batch"] == batches[-1]}) < len(styles):
-        axes.legend(
-            fontsize=7, frameon=False
-        )  # the bars beside it name only what was timed at the largest batch
-    axes.grid(axis="y")
+    named = {_name(row) for row in rows if row["batch"] == batches[-1]}
+    for name, style in styles.items():
+        if name not in named:  # the bars name what was timed at the largest batch
+            last = max((row for row in rows if _name(row) == name), key=lambda row: row["batch"])
+            at = (last["batch"] * 1.06, last["bytes_per_us"] / 1e6)
+            axes.text(*at, _label(name), fontsize=7, color=style.color, va="center")
 
 
 def _draw_times(axes: Any, rows: list[Row], styles: dict[tuple[str, str], Any], batch: int) -> None:
