@@ -558,3 +558,33 @@ def test_quartiles():
     found = quartiles([float(n) for n in range(1, 12)])
     assert (found.lower, found.median, found.upper, found.count) == (3, 6, 9, 11)
     assert math.isclose(found.per(2).median, 3)
+
+
+# -- on a GPU
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@cuda
+def test_cuda_graphs_are_replayed_and_a_host_synchronisation_is_an_error():
+    timer = bench_timing.GraphTimer(seconds=0.01)
+    assert bench_timing.copy_bandwidth(timer, 2**26) > 0
+    x = torch.ones(1 << 20, device=timer.device)
+    found = timer.measure(lambda: x.add_(1))
+    assert found.count >= bench_timing.FEWEST
+    assert 0 < found.lower <= found.median <= found.upper
+    with pytest.raises(RuntimeError):
+        timer.measure(lambda: x.sum().item())
+
+
+@cuda
+@pytest.mark.parametrize("policy", ["fp32@1", "fp32@16:buffer=bf16", "fp16+sr/nvfp4@16:buffer=bf16"])
+def test_cuda_times_a_step_that_passes(policy, tmp_path):
+    timer = bench_timing.GraphTimer(seconds=0.01)
+    one = case(policy, 20, shape=LARGE)
+    (record,) = bench.run_cases([one], timer, environment={}, folder=tmp_path, bandwidth=4e6)
+    assert record["status"] == "ok", record["message"]
+    metrics = record["metrics"]
+    assert metrics["us"] > 0
+    assert metrics["kernels"]
+    assert set(metrics["launches"]) >= {"step" if policy == "fp32@1" else "read"}
+    assert 0 < metrics["control_share"] < 1
