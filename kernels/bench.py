@@ -258,7 +258,7 @@ class _Runner:
         parts: dict[str, list[str]] = {}
         for name in alone:
             parts.setdefault(part_of(name), []).append(name)
-        sizes = launch_bytes(case, window="window" in parts)
+        sizes = launch_bytes(case, window="window" in parts, encode="encode" in parts)
         found = {}
         for part, names in parts.items():
             work = [launch for name in names for launch in alone[name]]
@@ -309,9 +309,20 @@ class _Runner:
         }
 
 
+PARTS = {
+    "fold": "flush",
+    "flush": "flush",
+    "encode": "encode",
+    "step": "step",
+    "read": "read",
+    "window": "window",
+}
+"""What a kernel's name contains -> the part of ``launch_bytes`` that it does; the first that fits."""
+
+
 def part_of(kernel: str) -> str:
-    """Which of ``launch_bytes`` a kernel's name says that it does; else the name."""
-    return next((part for part in ("fold", "encode", "step", "read", "window") if part in kernel), kernel)
+    """The part of a step that a kernel does; the name of the kernel, if it tells nothing."""
+    return next((part for word, part in PARTS.items() if word in kernel), kernel)
 
 
 def _refused(reason: str | None, comparison: dict[str, Any]) -> dict[str, Any]:

@@ -96,14 +96,16 @@ def _token_bytes(case: Case) -> tuple[int, int, int]:
     return 2 * shape.key_heads * shape.key_dim * INPUT_BYTES, vector + gates + strength, vector
 
 
-def launch_bytes(case: Case, *, window: bool = True) -> dict[str, float]:
+def launch_bytes(case: Case, *, window: bool = True, encode: bool = False) -> dict[str, float]:
     """Bytes that each launch of one step has to move, with inputs and outputs, rows spread evenly over the window.
 
     window: k and gates of the records before each token, for the rows that do not flush.  read: what serves those rows
-    (read copy or checkpoint), the d of their records, and the record that they leave.  fold: checkpoint and records of
-    the rows that flush, the checkpoint back.  encode: the stored checkpoint of those rows, the read copy.  step: the
-    whole step under @1.  Launches that the policy has no use for are left out; nothing with flush=early, which folds
-    before it reads.  window: whether the key part has a launch of its own; else ``read`` does it.
+    (read copy or checkpoint), the d of their records, and the record that they leave.  flush: checkpoint and records of
+    the rows that flush, the checkpoint back, and the read copy.  step: the whole step under @1.  Nothing with
+    flush=early, which folds before it reads.
+
+    window: whether the key part has a launch of its own; else ``read`` does it.  encode: whether the read copy has one,
+    which reads the stored checkpoint again; else ``flush`` does it.
     """
     policy, batch, shape = case.parsed, case.batch, case.shape
     if policy.options.flush == "early":
@@ -134,17 +136,18 @@ def launch_bytes(case: Case, *, window: bool = True) -> dict[str, float]:
     found |= {
         "read": reading
         * (served + held * fields["d"] + kept + (keys / 2 if window else keys + key_part) + values + output),
-        "fold": flushing
+        "flush": flushing
         * (
             2 * checkpoint
             + (copy if through_copy else 0)
+            + (0 if encode else copy)
             + (policy.window - 1) * folded
             + keys
             + values
             + output
         ),
     }
-    return found | ({"encode": flushing * (checkpoint + copy)} if copy else {})
+    return found | ({"encode": flushing * (checkpoint + copy)} if copy and encode else {})
 
 
 def parse_shape(text: str) -> StateShape:

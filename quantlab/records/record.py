@@ -54,7 +54,7 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
     "scan": {"version": 1, "reference": "the trained recurrence in float64 on the same inputs"},
     "bench": {
         "version": 1,
-        "time": "median of CUDA-graph replays, a decode step of a layer amortised over the window, begin and end included",
+        "time": "median of CUDA-graph replays: a layer's decode step amortised over the window, begin and end included",
         "rows": "cursors spread evenly over the window; memory beyond several times the last cache between two visits",
         "bytes": "read and written by the policy's ledger at the batch; inputs and outputs apart",
         "copy": "torch.mul(x, 1.5, out=y) in a graph, 4 GiB read and 4 GiB written, in the same run",
