@@ -124,6 +124,7 @@ def read_copy_kernel(
         place = (first // P) * (L * P) + first % P + r
     else:
         place = (row // P) * (L * P) + row % P
+    place = tl.max_contiguous(tl.multiple_of(place, 16), 16)  # heads and tiles are multiples of 16 rows
     records = tl.load(records_at + (place[None, :] + j[:, None] * P), mask=(j < n)[:, None], other=0)
     unit = tl.load(global_scale + slot * H + h) * HALF_UNIT * query_unit
     weight = tl.load(coefficients + (b * H + h) * L + j, mask=j < L, other=0)

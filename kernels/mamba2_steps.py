@@ -30,11 +30,14 @@ PHILOX_ROUNDS = 10
 
 @dataclass(frozen=True)
 class Tiles:
-    """Value rows and columns (0: all) of a tile, warps, and the most registers a thread may have (None: any)."""
+    """Value rows and columns (0: all) of a tile, warps, stages of a pipelined loop, and the most registers a thread may
+    have (None: any).
+    """
 
     rows: int
     columns: int = 0
     warps: int = 1
+    stages: int = 1
     registers: int | None = None
 
 
@@ -64,13 +67,15 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
         best = 16 if (policy.read_copy or policy.checkpoint).name == "fp32" else 32
         read_rows, registers = _dividing(shape.value_dim, best if shape.key_dim <= 128 else 16), None
     read = Tiles(read_rows, registers=registers)
-    columns = shape.key_dim if policy.checkpoint.recipe else min(shape.key_dim, 64)
-    if not _on_tensor_cores(policy.read_copy):
-        warps = 4 if policy.checkpoint.recipe else 1  # whole rows of codes and random words spill in one
-        flush, programs = Tiles(_dividing(shape.value_dim, 16), columns, warps), 1056
+    rows16, columns = _dividing(shape.value_dim, 16), min(shape.key_dim, 128)
+    if policy.checkpoint.recipe:  # a scale of a row needs all of it
+        flush, programs = Tiles(rows16, shape.key_dim, warps=2), 528
+    elif policy.read_copy is None:
+        flush, programs = Tiles(rows16, columns, stages=3), 1056
+    elif policy.checkpoint.name == "fp32":
+        flush, programs = Tiles(_dividing(shape.value_dim, 64), 32, warps=4), 792
     else:
-        rows = 32 if policy.checkpoint.recipe else 64
-        flush, programs = Tiles(_dividing(shape.value_dim, rows), columns, warps=4), 792
+        flush, programs = Tiles(_dividing(shape.value_dim, 64), min(columns, 64), warps=4), 528
     return Configuration(step, read, flush, programs)
 
 
@@ -98,8 +103,10 @@ def launch(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Te
     if pool.policy.window == 1:
         _step(pool, inputs, plan, output, chosen.step)
         return
+    with target.beside(pool.device):
+        _flush(pool, inputs, plan, output, chosen)
     _read(pool, inputs, plan, output, chosen.read)
-    _flush(pool, inputs, plan, output, chosen)
+    target.together(pool.device)
     if pool.policy.read_copy is not None and not _on_tensor_cores(pool.policy.read_copy):
         encode_plain(pool, plan.flush_rows, plan.flush_count, plan.slots)
 
@@ -243,7 +250,7 @@ def _sizes(shape: StateShape) -> dict[str, int]:
 
 def _options(tiles: Tiles) -> dict[str, Any]:
     registers = {} if tiles.registers is None or target.interpreting() else {"maxnreg": tiles.registers}
-    return {"num_warps": tiles.warps, **registers, **target.LAUNCH_OPTIONS}
+    return {"num_warps": tiles.warps, "num_stages": tiles.stages, **registers, **target.LAUNCH_OPTIONS}
 
 
 def _any(kernel: Any) -> Any:
