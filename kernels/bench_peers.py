@@ -6,6 +6,7 @@ and nothing else of it, with stand-ins for the few names of the engine around th
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import logging
@@ -299,6 +300,14 @@ def _bare_packages(name: str, folder: Path) -> Iterator[None]:
             del sys.modules["einops"]
 
 
+def _logger(name: str) -> Any:
+    """Python's logger with the methods that vLLM adds to its own: what was said once is not said again."""
+    logger: Any = logging.getLogger(name)
+    for level in ("debug", "info", "warning"):
+        setattr(logger, f"{level}_once", functools.lru_cache(getattr(logger, level)))
+    return logger
+
+
 def _stand_in(top: str) -> None:
     triton_names = {
         "HAS_TRITON": True,
@@ -311,7 +320,7 @@ def _stand_in(top: str) -> None:
         "vllm.backends.compute.dsl.triton_utils": triton_names,
         "vllm.platforms": {"current_platform": _Platform()},
         "vllm.backends.platform": {"current_platform": _Platform()},
-        "vllm.logger": {"init_logger": logging.getLogger},
+        "vllm.logger": {"init_logger": _logger},
         "vllm.v1.attention.backends.utils": {"NULL_BLOCK_ID": 0, "PAD_SLOT_ID": -1},
         "vllm.envs": {},
         "vllm._custom_ops": {},

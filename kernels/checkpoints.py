@@ -111,20 +111,34 @@ def store_tile(
 
     The other arguments are those of ``element_words``, for stochastic rounding.
     """
-    if STORE.stochastic and STORE.scale is None:
-        codes, values, ordinary = quick_codes(
-            x, element_words(counter, number, sequence, stream, seed, ROUNDS), STORE
-        )
+    ELEMENT: tl.constexpr = STORE.element
+    inside = None
+    if mask is not None:
+        inside = tl.max(mask.to(tl.int32), 1) > 0
+    if STORE.stochastic and hasattr(ELEMENT, "exponent_bits"):
+        factor = 1.0
+        if STORE.scale is not None:
+            OPTIONS: tl.constexpr = STORE.scale
+            scales = row_scale(x, OPTIONS)
+            tl.store(scales_at, scales, mask=inside)
+            x = row_quotients(x, scales)
+            factor = scales[:, None]
+        words = element_words(counter, number, sequence, stream, seed, ROUNDS)
+        codes, values, ordinary = quick_codes(x, words, ELEMENT)
         tl.store(at, codes, mask=mask)
-        largest = tl.max(tl.abs(values))
+        largest = tl.max(tl.abs(values * factor))
         if not ordinary:
             # Words are drawn once more, so that none is kept for this case; the compiler must not know that they are
             # the same.
             nothing = (number >> 30) >> 2
             words = element_words(counter + nothing, number, sequence, stream, seed, ROUNDS)
-            codes, values = plain_codes(x, words, STORE)
+            codes = stored_codes(stochastic_codes(x, words, ELEMENT), ELEMENT)
             tl.store(at, codes, mask=mask)
-            largest = tl.max(tl.abs(values))
+            if STORE.scale is None:
+                values = widened(codes)
+            else:
+                values = element_value(codes, ELEMENT)
+            largest = tl.max(tl.abs(values * factor))
     else:
         words = None
         if STORE.stochastic:
@@ -132,31 +146,49 @@ def store_tile(
         codes, scales, values = rounded_tile(x, words, STORE)
         tl.store(at, codes, mask=mask)
         if scales_at is not None:
-            inside = None
-            if mask is not None:
-                inside = tl.max(mask.to(tl.int32), 1) > 0
             tl.store(scales_at, scales, mask=inside)
         largest = tl.max(tl.abs(values))
     return largest
 
 
 @triton.jit
-def quick_codes(x, words, STORE: tl.constexpr):
-    """Stochastic float16 and bfloat16 of a tile: codes, values, and whether they hold, as every |x| is between the
+def quick_codes(x, words, ELEMENT: tl.constexpr):
+    """Stochastic codes of a tile, the values that they stand for, and whether they hold: if every |x| is between the
     smallest normal and the largest number of the element.
 
     Then the tops of the words, added to the bit patterns, are all there is to it.
     """
-    ELEMENT: tl.constexpr = STORE.element
     DROPPED: tl.constexpr = 23 - ELEMENT.mantissa_bits
     SMALLEST: tl.constexpr = (ELEMENT.min_exponent + 127) << 23
-    LARGEST: tl.constexpr = ((ELEMENT.max_exponent + 128) << 23) - (1 << DROPPED)
+    LARGEST: tl.constexpr = ELEMENT.max
+    if ELEMENT.overflow.value == "saturate":
+        x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
     bits = x.to(tl.int32, bitcast=True)
     beyond = ((bits & 0x7FFFFFFF) - SMALLEST).to(tl.uint32, bitcast=True)
-    ordinary = tl.max(beyond) <= LARGEST - SMALLEST
+    limit = tl.full((1,), LARGEST, tl.float32).to(tl.int32, bitcast=True) - SMALLEST
+    ordinary = tl.max(beyond) <= tl.max(limit).to(tl.uint32)
     top = (words >> (32 - DROPPED)).to(tl.int32, bitcast=True)
-    values = ((bits + top) & -(1 << DROPPED)).to(tl.float32, bitcast=True)
-    return stored_float(values, ELEMENT), values, ordinary
+    rounded = (bits + top) & -(1 << DROPPED)
+    values = rounded.to(tl.float32, bitcast=True)
+    if ELEMENT.bits == 8:
+        REBIAS: tl.constexpr = (127 - ELEMENT.bias) << ELEMENT.mantissa_bits
+        codes = ((rounded & 0x7FFFFFFF) >> DROPPED) - REBIAS
+        codes = (codes | ((rounded >> 24) & ELEMENT.sign_code)).to(tl.uint8)
+    else:
+        codes = stored_float(values, ELEMENT)
+    return codes, values, ordinary
+
+
+@triton.jit
+def stored_codes(codes, ELEMENT: tl.constexpr):
+    """Codes in int32 as the checkpoint's memory has them."""
+    if ELEMENT.bits == 8:
+        stored = codes.to(tl.uint8)
+    elif ELEMENT.name == "bf16":
+        stored = codes.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        stored = codes.to(tl.uint16).to(tl.float16, bitcast=True)
+    return stored
 
 
 @triton.jit
@@ -181,7 +213,7 @@ def plain_codes(x, words, STORE: tl.constexpr):
         else:
             dtype: tl.constexpr = tl.float16
         if STORE.stochastic:
-            codes = stochastic_codes(x, words, ELEMENT).to(tl.uint16).to(dtype, bitcast=True)
+            codes = stored_codes(stochastic_codes(x, words, ELEMENT), ELEMENT)
         else:
             codes = narrowed(x, dtype)
         values = widened(codes)
