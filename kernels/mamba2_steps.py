@@ -90,8 +90,6 @@ def served(policy: Policy, shape: StateShape, records: int | None) -> str | None
         return "a window that is neither 1 nor a power of two from 4 on"
     if records not in (None, window if window > 1 else 0):
         return "room for drafts behind the window"
-    if options.flush != "full":
-        return f"flush={options.flush}"
     if policy.read_copy is not None and options.flush_read != "exact":
         return f"flush_read={options.flush_read}"
     return None

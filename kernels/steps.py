@@ -43,7 +43,7 @@ FAMILIES = {
 
 
 def served(policy: str | Policy, family: str, shape: StateShape, records: int | None = None) -> str | None:
-    """Why no kernel decodes under ``policy`` for a layer of this shape, or None if one does.
+    """What it is about ``policy``, for a layer of this shape, that no kernel serves; None if one decodes under it.
 
     records: ring positions of the pool's window, where they are not those of a pool without drafts.
     """
@@ -53,9 +53,9 @@ def served(policy: str | Policy, family: str, shape: StateShape, records: int | 
 @functools.cache
 def _served(policy: Policy, family: str, shape: StateShape, records: int | None) -> str | None:
     if reason := unpoolable(policy, family, shape):
-        return f"the pool has no layout for it: it needs {reason}"
+        return f"what a pool has no layout for, which takes {reason}"
     if family not in FAMILIES:
-        return f"there are no kernels for {family}"
+        return f"the family {family}"
     return FAMILIES[family].served(policy, shape, records)
 
 
@@ -92,7 +92,7 @@ def decode_token(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Te
     arguments.plan(plan, pool)
     arguments.token(inputs, pool, plan.slots.shape[0])
     if reason := served(pool.policy, pool.family, pool.shape, pool.records):
-        raise InputError("pool", str(pool.policy), f"a policy that kernels serve: {reason}")
+        raise InputError("pool", str(pool.policy), f"a policy that kernels serve, not {reason}")
     output = arguments.output(output, pool, inputs)
     if output.numel():
         FAMILIES[pool.family].launch(pool, inputs, plan, output)
@@ -123,7 +123,7 @@ def load_states(pool: LayerPool, slots: Tensor, initial: Tensor) -> None:
     arguments.pool(pool)
     arguments.prefill(initial, slots, pool)
     if reason := served(pool.policy, pool.family, pool.shape, pool.records):
-        raise InputError("pool", str(pool.policy), f"a policy that kernels serve: {reason}")
+        raise InputError("pool", str(pool.policy), f"a policy that kernels serve, not {reason}")
     if initial.numel():
         hand_off.launch(pool, slots, initial)
 

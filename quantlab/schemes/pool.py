@@ -218,6 +218,8 @@ def unpoolable(policy: Policy, family: str, shape: StateShape) -> str | None:
             return "a key dim in whole blocks of 32 with a read copy"
     if options.buffer not in BUFFER_DTYPES:
         return "buffer=fp32, bf16 or fp16"
+    if options.flush != "full":
+        return "flush=full"
     if options.schedule != "flush" or options.dot != "ieee" or options.sites:
         return "the default schedule and dot, and no extra rounding sites"
     if options.current != "exact" or options.ef_read != "exclude":

@@ -194,6 +194,7 @@ REFUSED = {
     "a stochastic copy": ("fp32/nvfp4+sr@4", "mamba2", "a read copy of nvfp4"),
     "a global scale a row": ("fp32/nvfp4:row@4", "mamba2", "nvfp4:matrix"),
     "two bfloat16 a number": ("fp32@4:buffer=hilo", "mamba2", "buffer=fp32"),
+    "a fold before the window is full": ("fp32@4:flush=early", "mamba2", "flush=full"),
     "rounding at every step": ("fp16@4:schedule=step", "mamba2", "the default schedule"),
     "a rounded current token": ("fp32@4:buffer=bf16:current=buffer", "mamba2", "current=exact"),
 }
