@@ -1,0 +1,251 @@
+"""The stores of a delta rule: the step that rewrites the state each token, and the fold of a full window.
+
+    S' = decay S        d = beta (v - S' k)        S = S' + d k^T        o = S q
+
+A fold runs this recurrence over the window's records and the token on a tile of value rows that stays in registers,
+which is the forward substitution for the window's d without its triangular system.  With ``contents=derived`` the
+records bring their d.  The read copy needs a whole head's largest stored number first, so every program leaves that of
+its rows in ``largest``, and ``copies`` encodes in a launch of its own.
+"""
+
+# A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
+
+import triton
+import triton.language as tl
+
+from quantlab.kernels.decode import widened
+from quantlab.kernels.delta_read import record_sums
+from quantlab.kernels.delta_tiles import (
+    by_row,
+    copy_tile,
+    dense_tile,
+    row_sums,
+    row_words,
+    store_tile,
+    tile_columns,
+)
+from quantlab.kernels.delta_window import (
+    channel_coefficients,
+    channel_window,
+    entries,
+    head_coefficients,
+    head_window,
+    narrowed,
+    ring_place,
+)
+
+
+@triton.jit
+def step_decay(log_decay, head, column, K: tl.constexpr, BY_KEY: tl.constexpr):
+    """exp of a head's log decay, a number or one a key channel (at ``column``)."""
+    if BY_KEY:
+        factor = tl.exp(entries(log_decay + head * K, column, K))
+    else:
+        factor = tl.exp(widened(tl.load(log_decay + head)))
+    return factor
+
+
+@triton.jit
+def step_kernel(
+    checkpoint, checkpoint_scales, slots, q, k, v, log_decay, beta, output, store_numbers, sequence_ids, seed, stream,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
+    INNER: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr, OUT: tl.constexpr, NATIVE: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """One token of every row, R value rows of a head a program; the output is read before rounding.
+
+    BY_KEY: whether log_decay is (B, H, K) or (B, H).
+    """
+    TILES: tl.constexpr = V // R
+    pid = tl.program_id(0)
+    b, h, tile = pid // (H * TILES), (pid // TILES) % H, pid % TILES
+    slot = tl.load(slots + b).to(tl.int64)
+    if slot < 0:
+        return
+    g = h // (H // G)
+    r, column = tl.arange(0, R), tile_columns(KP, INNER)
+    row = h * V + tile * R + r
+    first = (slot * H + h) * V + tile * R
+    state = dense_tile(checkpoint, checkpoint_scales, first, r, K, KP, INNER, STORE)
+    key, query = entries(k + (b * G + g) * K, column, K), entries(q + (b * G + g) * K, column, K)
+    value = widened(tl.load(v + b * (H * V) + row))
+    strength = widened(tl.load(beta + b * H + h))
+    state *= step_decay(log_decay, b * H + h, column, K, BY_KEY)
+    d = strength * (value - row_sums(state * key))
+    state += by_row(d) * key
+    result = row_sums(state * query)
+    tl.store(output + b * (H * V) + row, narrowed(result, OUT, NATIVE, output.dtype.element_ty))
+    words = None
+    if STORE.stochastic:
+        words = row_words(row, slot, store_numbers, sequence_ids, seed, stream, K, KP, ROUNDS)
+    store_tile(state, checkpoint, checkpoint_scales, first, r, words, K, KP, INNER, STORE)
+
+
+@triton.jit
+def fold_tile(
+    item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, checkpoint_scales, k_buffer, d_buffer,
+    v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest, store_numbers, sequence_ids,
+    seed, stream,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
+    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, INNER: tl.constexpr,
+    STORE: tl.constexpr, COPY: tl.constexpr, COPY_ELEMENT: tl.constexpr, BY_KEY: tl.constexpr,
+    KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr, OUT: tl.constexpr, NATIVE: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Tile ``item`` of the flushing rows: fold, output, round, store, and the largest stored magnitude.
+
+    KEY_COPY, OUTPUT_COPY: whether what the token reads along its key (for a d that is not derived again) and its output
+    come from the copy.  The records' d are derived from v_buffer where there is one.
+    """
+    TILES: tl.constexpr = V // R
+    RAW: tl.constexpr = v_buffer is not None or (L == 1 and not KEY_COPY)
+    VIEWED: tl.constexpr = OUTPUT_COPY or (KEY_COPY and not RAW)
+    i, h, tile = item // (H * TILES), (item // TILES) % H, item % TILES
+    b = tl.load(flush_rows + i)
+    slot = tl.load(slots + b).to(tl.int64)
+    g, head = h // (H // G), slot * H + h
+    r, column = tl.arange(0, R), tile_columns(KP, INNER)
+    row = h * V + tile * R + r
+    first = head * V + tile * R
+    state = dense_tile(checkpoint, checkpoint_scales, first, r, K, KP, INNER, STORE)
+    key, query = entries(k + (b * G + g) * K, column, K), entries(q + (b * G + g) * K, column, K)
+    value = widened(tl.load(v + b * (H * V) + row))
+    strength = widened(tl.load(beta + b * H + h))
+
+    if VIEWED:
+        whole = 1.0
+        own = tl.sum(tl.sum(tl.sum(tl.sum(key * query, 3), 2), 1), 0)
+        key_read, query_read = key, query
+        if BY_KEY:
+            from_key, from_query, _, _, _ = channel_coefficients(
+                k_buffer,
+                log_decay_buffer,
+                origin,
+                slot,
+                b,
+                h,
+                L - 1,
+                q,
+                k,
+                log_decay,
+                H,
+                G,
+                K,
+                KP,
+                L,
+                J,
+                RING,
+            )
+            total = entries(log_decay + (b * H + h) * K, column, K)
+            for j in range(L - 1):
+                gate = head * RING + ring_place(origin, slot, j, RING)
+                total += entries(log_decay_buffer + gate * K, column, K)
+            key_read *= tl.exp(total)
+            query_read *= tl.exp(total)
+        else:
+            one = tl.arange(0, 1)
+            from_key, from_query, whole, _ = head_coefficients(
+                k_buffer, log_decay_buffer, origin, slot, b, h + one, one == 0, L - 1, q, k, log_decay,
+                H, G, K, KP, L, J, RING,
+            )  # fmt: skip
+            from_key, from_query, whole = tl.sum(from_key, 0), tl.sum(from_query, 0), tl.sum(whole, 0)
+        viewed = copy_tile(codes, scales, global_scale, head, first, r, K, KP, INNER, COPY, COPY_ELEMENT)
+        along_query = row_sums(viewed * query_read) * whole
+        if KEY_COPY:
+            along_key = row_sums(viewed * key_read) * whole
+        else:
+            along_key = row_sums(state * key_read) * whole
+        if L > 1:
+            from_records, of_query = record_sums(
+                d_buffer,
+                origin,
+                slot,
+                head,
+                tile * R,
+                r,
+                L - 1,
+                from_key,
+                from_query,
+                None,
+                V,
+                J,
+                RING,
+                NATIVE,
+            )
+            along_key += from_records
+            along_query += of_query
+        read_d = strength * (value - along_key)
+        viewed_output = along_query + read_d * own
+
+    for j in range(L - 1):
+        place = ring_place(origin, slot, j, RING)
+        record_key = entries(k_buffer + ((slot * G + g) * RING + place) * K, column, K)
+        gate = head * RING + place
+        state *= step_decay(log_decay_buffer, gate, column, K, BY_KEY)
+        record = gate * V + tile * R + r
+        if RAW:
+            record_value = widened(tl.load(v_buffer + record))
+            d = tl.load(beta_buffer + gate) * (record_value - row_sums(state * record_key))
+        else:
+            d = widened(tl.load(d_buffer + record))
+        state += by_row(d) * record_key
+    state *= step_decay(log_decay, b * H + h, column, K, BY_KEY)
+    if KEY_COPY and not RAW:
+        d = read_d
+    else:
+        d = strength * (value - row_sums(state * key))
+    state += by_row(d) * key
+    if OUTPUT_COPY:
+        result = viewed_output
+    else:
+        result = row_sums(state * query)
+    tl.store(output + b * (H * V) + row, narrowed(result, OUT, NATIVE, output.dtype.element_ty))
+    words = None
+    if STORE.stochastic:
+        words = row_words(row, slot, store_numbers, sequence_ids, seed, stream, K, KP, ROUNDS)
+    most = store_tile(state, checkpoint, checkpoint_scales, first, r, words, K, KP, INNER, STORE)
+    if largest is not None:
+        tl.store(largest + (i * H + h) * PARTS + tile, most)
+        if (PARTS > TILES) & (tile == 0):
+            part = tl.arange(0, PARTS)
+            tl.store(largest + (i * H + h) * PARTS + part, tl.zeros((PARTS,), tl.float32), mask=part >= TILES)
+
+
+@triton.jit
+def window_fold_kernel(
+    positions, slots, flush_rows, flush_count, origin, codes, scales, global_scale, checkpoint, checkpoint_scales,
+    k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, coefficients, decays,
+    vectors, largest, store_numbers, sequence_ids, seed, stream, folds,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
+    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, INNER: tl.constexpr,
+    HEADS: tl.constexpr, STORE: tl.constexpr, COPY: tl.constexpr, COPY_ELEMENT: tl.constexpr, BY_KEY: tl.constexpr,
+    KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr, ELEMENT: tl.constexpr, OUT: tl.constexpr,
+    NATIVE: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """The first ``folds`` programs share the tiles of the rows that flush; the others prepare the windows of the rest.
+
+    largest: float32 (B, H, PARTS), PARTS a power of two >= V / R, at the number of the flush; None without a copy.
+    """
+    pid = tl.program_id(0)
+    if pid < folds:
+        total = tl.load(flush_count) * (H * (V // R))
+        for item in range(pid, total, folds):
+            fold_tile(
+                item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, checkpoint_scales, k_buffer,
+                d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest,
+                store_numbers, sequence_ids, seed, stream,
+                H, G, V, K, KP, L, J, RING, R, PARTS, INNER, STORE, COPY, COPY_ELEMENT, BY_KEY, KEY_COPY, OUTPUT_COPY,
+                OUT, NATIVE, ROUNDS,
+            )  # fmt: skip
+    elif BY_KEY:
+        channel_window(
+            pid - folds, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
+            coefficients, vectors, H, G, K, KP, L, J, RING, ELEMENT, NATIVE,
+        )  # fmt: skip
+    else:
+        head_window(
+            pid - folds, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
+            coefficients, decays, H, G, K, KP, L, J, RING, HEADS, ELEMENT, NATIVE,
+        )  # fmt: skip

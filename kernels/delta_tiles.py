@@ -1,0 +1,140 @@
+"""Tiles of value rows of a state inside a kernel, laid out for sums along the key dim.
+
+A tile is (N, R, 4, INNER) of R rows: four lanes share a row, each with runs of INNER neighbours, so that a load moves
+whole sectors and a sum along the key dim exchanges data twice.  Entry (n, r, t, i) is key dim 4 INNER n + INNER t + i
+of row r; what stands behind the key dim is zero.
+"""
+
+# A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
+
+import triton
+import triton.language as tl
+
+from quantlab.formats.table import FLOAT_ELEMENTS
+from quantlab.kernels.checkpoints import rounded_tile
+from quantlab.kernels.decode import e4m3, e8m0, element_value, widened
+from quantlab.kernels.random import element_words
+
+E2M1: tl.constexpr = tl.constexpr(FLOAT_ELEMENTS["e2m1"])
+
+
+def inner_of(itemsize: int, key_dim: int) -> int:
+    """INNER for 16-byte loads of numbers of ``itemsize`` bytes, where the key dim has room for four lanes of them."""
+    return min(16 // itemsize, (1 << (key_dim - 1).bit_length()) // 4)
+
+
+@triton.jit
+def tile_columns(KP: tl.constexpr, INNER: tl.constexpr):
+    """Key dim of every entry, (N, 1, 4, INNER)."""
+    n = tl.arange(0, KP // (4 * INNER))[:, None, None, None]
+    lane = tl.arange(0, 4)[None, None, :, None]
+    return 4 * INNER * n + INNER * lane + tl.arange(0, INNER)[None, None, None, :]
+
+
+@triton.jit
+def row_sums(x):
+    """(N, R, 4, INNER) -> (R,)."""
+    return tl.sum(tl.sum(tl.sum(x, 3), 0), 1)
+
+
+@triton.jit
+def by_row(x):
+    """(R,) to broadcast over a tile."""
+    return x[None, :, None, None]
+
+
+@triton.jit
+def dense_tile(
+    checkpoint, checkpoint_scales, first, r, K: tl.constexpr, KP: tl.constexpr, INNER: tl.constexpr,
+    STORE: tl.constexpr,
+):  # fmt: skip
+    """The stored checkpoint's values in rows first + r of all rows (S, H, V)."""
+    column = tile_columns(KP, INNER)
+    at = checkpoint + first * K + (by_row(r) * K + column)
+    if K == KP:
+        codes = tl.load(at)
+    else:
+        codes = tl.load(at, mask=column < K, other=0)
+    if STORE.scale is None:
+        values = widened(codes)
+    else:
+        values = element_value(codes, STORE.element) * by_row(tl.load(checkpoint_scales + first + r))
+    return values
+
+
+@triton.jit
+def store_tile(
+    x, checkpoint, checkpoint_scales, first, r, words, K: tl.constexpr, KP: tl.constexpr, INNER: tl.constexpr,
+    STORE: tl.constexpr,
+):  # fmt: skip
+    """Round a float32 tile into the checkpoint; returns the largest magnitude of what is stored."""
+    if STORE.element is None:
+        column = tile_columns(KP, INNER)
+        at = checkpoint + first * K + (by_row(r) * K + column)
+        if K == KP:
+            tl.store(at, x)
+        else:
+            tl.store(at, x, mask=column < K)
+        rows_max = tl.max(tl.max(tl.max(tl.abs(x), 3), 0), 1)
+    else:
+        R: tl.constexpr = r.shape[0]
+        rows = tl.reshape(tl.permute(x, (1, 0, 2, 3)), (R, KP))
+        codes, scales, values = rounded_tile(rows, words, STORE)
+        column = tl.arange(0, KP)
+        at = checkpoint + first * K + (r[:, None] * K + column[None, :])
+        tl.store(at, codes, mask=(column < K)[None, :])
+        if STORE.scale is not None:
+            tl.store(checkpoint_scales + first + r, scales)
+        rows_max = tl.max(tl.abs(values), 1)
+    return tl.max(rows_max, 0)
+
+
+@triton.jit
+def row_words(
+    row,
+    slot,
+    store_numbers,
+    sequence_ids,
+    seed,
+    stream,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    """Random words (R, KP) of value rows ``row`` (H V rows of a sequence) for its next store."""
+    counter = row[:, None] * (K // 4) + tl.arange(0, KP // 4)[None, :]
+    number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
+    sequence = tl.load(sequence_ids + slot).to(tl.uint32)
+    stream = tl.full((1, 1), stream, tl.int32).to(tl.uint32)
+    return element_words(counter.to(tl.uint32), number, sequence, stream, tl.load(seed), ROUNDS)
+
+
+@triton.jit
+def copy_tile(
+    codes, scales, global_scale, head, first, r, K: tl.constexpr, KP: tl.constexpr, INNER: tl.constexpr,
+    COPY: tl.constexpr, ELEMENT: tl.constexpr,
+):  # fmt: skip
+    """The read copy's values in rows first + r of all rows, which are of ``head`` of all heads (S, H).
+
+    COPY: "nvfp4", "mxfp4" or "fp8_e4m3"; codes and scales as bytes.  ELEMENT: of the copy.
+    """
+    column = tile_columns(KP, INNER)
+    row = by_row(r)
+    inside = column < K
+    if COPY == "fp8_e4m3":
+        code = tl.load(codes + first * K + (row * K + column), mask=inside, other=0)
+        values = element_value(code, ELEMENT) * by_row(tl.load(scales + first + r))
+    else:
+        byte = tl.load(codes + first * (K // 2) + (row * (K // 2) + column // 2), mask=inside, other=0)
+        code = (byte.to(tl.int32) >> (4 * (column % 2))) & 15
+        BLOCK: tl.constexpr = 16 if COPY == "nvfp4" else 32
+        scale = tl.load(
+            scales + first * (K // BLOCK) + (row * (K // BLOCK) + column // BLOCK), mask=inside, other=0
+        )
+        if COPY == "nvfp4":
+            values = element_value(code, ELEMENT) * (e4m3(scale) * tl.load(global_scale + head))
+        else:
+            values = element_value(code, ELEMENT) * e8m0(scale)
+    return values
