@@ -8,7 +8,6 @@ one, which rewrites the state.  ``delta_window``, ``delta_read`` and ``delta_fol
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from quantlab.errors import InputError
@@ -114,7 +113,7 @@ def launches(
         "G": shape.key_heads,
         "V": shape.value_dim,
         "K": shape.key_dim,
-        "KP": triton.next_power_of_2(shape.key_dim),
+        "KP": _power_from(shape.key_dim),
         "INNER": inner_of(pool.checkpoint.element_size(), shape.key_dim),
         "STORE": store_of(policy.checkpoint),
         "OUT": _ELEMENTS[output.dtype],
@@ -135,7 +134,7 @@ def launches(
         constants = {**shared, "R": fold_rows, "BY_KEY": by_key, "ROUNDS": ROUNDS}
         return [Launch(step_kernel, grid, arguments, constants, {"num_warps": fold_warps})]
 
-    held = triton.next_power_of_2(max(16, policy.window))
+    held = _power_from(max(16, policy.window))
     window = {"L": policy.window, "J": held, "RING": max(pool.records, 1)}
     copy = None if policy.read_copy is None else policy.read_copy.name
     copied = {"codes": pool.copy_codes, "scales": pool.copy_scales, "global_scale": pool.copy_global_scale}
@@ -145,12 +144,12 @@ def launches(
         "KEY_COPY": copy is not None and policy.options.key_read == "copy",
     }
     # Drafts behind a cursor move a window's origin, and nothing else does.
-    origin = counters.origin if pool.records > triton.next_power_of_2(max(policy.window - 1, 1)) else None
+    origin = counters.origin if pool.records > _power_from(max(policy.window - 1, 1)) else None
     empty = {"dtype": torch.float32, "device": pool.device}
     coefficients = torch.empty((batch, shape.heads, 2, held), **empty)
     decays = None if by_key else torch.empty((batch, shape.heads), **empty)
     vectors = torch.empty((batch, shape.heads, 2, shape.key_dim), **empty) if by_key else None
-    parts = triton.next_power_of_2(shape.value_dim // fold_rows)
+    parts = _power_from(shape.value_dim // fold_rows)
     largest = None if copy is None else torch.empty((batch, shape.heads, parts), **empty)
     made = {"coefficients": coefficients, "decays": decays, "vectors": vectors}
 
@@ -186,7 +185,7 @@ def launches(
             **reading,
             "R": fold_rows,
             "PARTS": parts,
-            "HEADS": triton.next_power_of_2(shape.heads // shape.key_heads),
+            "HEADS": _power_from(shape.heads // shape.key_heads),
             "BY_KEY": by_key,
             "OUTPUT_COPY": copy is not None and policy.options.flush_read == "copy",
             "ELEMENT": None if pool.k_buffer is None else _ELEMENTS[pool.k_buffer.dtype],
@@ -238,6 +237,11 @@ def launches(
 
 FOLD_PROGRAMS = 2112
 """Sixteen on each of the 132 multiprocessors of an H200."""
+
+
+def _power_from(number: int) -> int:
+    """The smallest power of two from ``number`` on."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def _power_below(number: int) -> int:

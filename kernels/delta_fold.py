@@ -25,6 +25,7 @@ from quantlab.kernels.delta_tiles import (
     row_words,
     store_tile,
     tile_columns,
+    tile_rows,
 )
 from quantlab.kernels.delta_window import (
     channel_coefficients,
@@ -65,8 +66,9 @@ def step_kernel(
     if slot < 0:
         return
     g = h // (H // G)
-    r, column = tl.arange(0, R), tile_columns(KP, INNER)
-    row = h * V + tile * R + r
+    r, column = tile_rows(R), tile_columns(KP, INNER)
+    first_row = h * V + tile * R
+    row = first_row + r
     first = (slot * H + h) * V + tile * R
     state = dense_tile(checkpoint, checkpoint_scales, first, r, K, KP, INNER, STORE)
     key, query = entries(k + (b * G + g) * K, column, K), entries(q + (b * G + g) * K, column, K)
@@ -79,7 +81,9 @@ def step_kernel(
     tl.store(output + b * (H * V) + row, narrowed(result, OUT, NATIVE, output.dtype.element_ty))
     words = None
     if STORE.stochastic:
-        words = row_words(row, slot, store_numbers, sequence_ids, seed, stream, K, KP, ROUNDS)
+        words = row_words(
+            first_row + tl.arange(0, R), slot, store_numbers, sequence_ids, seed, stream, K, KP, ROUNDS
+        )
     store_tile(state, checkpoint, checkpoint_scales, first, r, words, K, KP, INNER, STORE)
 
 
@@ -106,8 +110,9 @@ def fold_tile(
     b = tl.load(flush_rows + i)
     slot = tl.load(slots + b).to(tl.int64)
     g, head = h // (H // G), slot * H + h
-    r, column = tl.arange(0, R), tile_columns(KP, INNER)
-    row = h * V + tile * R + r
+    r, column = tile_rows(R), tile_columns(KP, INNER)
+    first_row = h * V + tile * R
+    row = first_row + r
     first = head * V + tile * R
     state = dense_tile(checkpoint, checkpoint_scales, first, r, K, KP, INNER, STORE)
     key, query = entries(k + (b * G + g) * K, column, K), entries(q + (b * G + g) * K, column, K)
@@ -116,7 +121,7 @@ def fold_tile(
 
     if VIEWED:
         whole = 1.0
-        own = tl.sum(tl.sum(tl.sum(tl.sum(key * query, 3), 2), 1), 0)
+        own = tl.max(tl.max(row_sums(key * query), 1), 0)
         key_read, query_read = key, query
         if BY_KEY:
             from_key, from_query, _, _, _ = channel_coefficients(
@@ -164,7 +169,7 @@ def fold_tile(
                 slot,
                 head,
                 tile * R,
-                r,
+                tl.arange(0, R),
                 L - 1,
                 from_key,
                 from_query,
@@ -174,8 +179,8 @@ def fold_tile(
                 RING,
                 NATIVE,
             )
-            along_key += from_records
-            along_query += of_query
+            along_key += tl.reshape(from_records, (R // 8, 8))
+            along_query += tl.reshape(of_query, (R // 8, 8))
         read_d = strength * (value - along_key)
         viewed_output = along_query + read_d * own
 
@@ -204,7 +209,9 @@ def fold_tile(
     tl.store(output + b * (H * V) + row, narrowed(result, OUT, NATIVE, output.dtype.element_ty))
     words = None
     if STORE.stochastic:
-        words = row_words(row, slot, store_numbers, sequence_ids, seed, stream, K, KP, ROUNDS)
+        words = row_words(
+            first_row + tl.arange(0, R), slot, store_numbers, sequence_ids, seed, stream, K, KP, ROUNDS
+        )
     most = store_tile(state, checkpoint, checkpoint_scales, first, r, words, K, KP, INNER, STORE)
     if largest is not None:
         tl.store(largest + (i * H + h) * PARTS + tile, most)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.decode import widened
-from quantlab.kernels.delta_tiles import copy_tile, dense_tile, row_sums, tile_columns
+from quantlab.kernels.delta_tiles import copy_tile, dense_tile, row_sums, tile_columns, tile_rows
 from quantlab.kernels.delta_window import (
     both_columns,
     coefficient_columns,
@@ -73,6 +73,13 @@ def record_sums(
             along_key += from_state
             along_query += of_query
     return along_key, along_query
+
+
+@triton.jit
+def flat_rows(x):
+    """``row_sums`` as (R,)."""
+    sums = row_sums(x)
+    return tl.reshape(sums, (sums.shape[0] * 8,))
 
 
 @triton.jit
@@ -149,15 +156,17 @@ def read_kernel(
             d_buffer, origin, slot, head, first_row, r, n, from_key, from_query, total, V, J, RING, NATIVE
         )
         if COPY is not None and not PACKED:
-            state = copy_tile(codes, scales, global_scale, head, first, r, K, KP, INNER, COPY, COPY_ELEMENT)
-            along_query += row_sums(state * query) * whole
+            state = copy_tile(
+                codes, scales, global_scale, head, first, tile_rows(R), K, KP, INNER, COPY, COPY_ELEMENT
+            )
+            along_query += flat_rows(state * query) * whole
             if KEY_COPY:
-                along_key += row_sums(state * key) * whole
+                along_key += flat_rows(state * key) * whole
         if DENSE:
-            state = dense_tile(checkpoint, checkpoint_scales, first, r, K, KP, INNER, STORE)
-            along_key += row_sums(state * key) * whole
+            state = dense_tile(checkpoint, checkpoint_scales, first, tile_rows(R), K, KP, INNER, STORE)
+            along_key += flat_rows(state * key) * whole
             if COPY is None:
-                along_query += row_sums(state * query) * whole
+                along_query += flat_rows(state * query) * whole
         d = strength * (value - along_key)
         result = along_query + d * own
         tl.store(output + at, narrowed(result, OUT, NATIVE, output.dtype.element_ty))

@@ -1,8 +1,10 @@
 """Tiles of value rows of a state inside a kernel, laid out for sums along the key dim.
 
-A tile is (N, R, 4, INNER) of R rows: four lanes share a row, each with runs of INNER neighbours, so that a load moves
-whole sectors and a sum along the key dim exchanges data twice.  Entry (n, r, t, i) is key dim 4 INNER n + INNER t + i
-of row r; what stands behind the key dim is zero.
+A tile of R rows is (N, R / 8, 8, 4, INNER): a warp takes eight rows at a time, four lanes a row, each with runs of
+INNER neighbours, so that a load moves whole sectors and a sum along the key dim exchanges data twice.  Entry
+(n, p, s, t, i) is key dim 4 INNER n + INNER t + i of row 8 p + s; what stands behind the key dim is zero.  A vector
+along the key dim is (N, 1, 8, 4, INNER): every lane loads its own, because the compiler would lay the tile out after a
+shared vector.  Numbers of rows are (R / 8, 8).
 """
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
@@ -26,23 +28,30 @@ def inner_of(itemsize: int, key_dim: int) -> int:
 
 
 @triton.jit
+def tile_rows(R: tl.constexpr):
+    """0 to R - 1 as (R / 8, 8)."""
+    return 8 * tl.arange(0, R // 8)[:, None] + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
 def tile_columns(KP: tl.constexpr, INNER: tl.constexpr):
-    """Key dim of every entry, (N, 1, 4, INNER)."""
-    n = tl.arange(0, KP // (4 * INNER))[:, None, None, None]
-    lane = tl.arange(0, 4)[None, None, :, None]
-    return 4 * INNER * n + INNER * lane + tl.arange(0, INNER)[None, None, None, :]
+    """Key dim of every entry of a vector, (N, 1, 8, 4, INNER)."""
+    n = tl.arange(0, KP // (4 * INNER))[:, None, None, None, None]
+    lane = tl.arange(0, 4)[None, None, None, :, None]
+    column = 4 * INNER * n + INNER * lane + tl.arange(0, INNER)[None, None, None, None, :]
+    return tl.broadcast_to(column, (KP // (4 * INNER), 1, 8, 4, INNER))
 
 
 @triton.jit
 def row_sums(x):
-    """(N, R, 4, INNER) -> (R,)."""
-    return tl.sum(tl.sum(tl.sum(x, 3), 0), 1)
+    """A tile -> (R / 8, 8)."""
+    return tl.sum(tl.sum(tl.sum(x, 4), 0), 2)
 
 
 @triton.jit
 def by_row(x):
-    """(R,) to broadcast over a tile."""
-    return x[None, :, None, None]
+    """(R / 8, 8) to broadcast over a tile."""
+    return x[None, :, :, None, None]
 
 
 @triton.jit
@@ -77,18 +86,19 @@ def store_tile(
             tl.store(at, x)
         else:
             tl.store(at, x, mask=column < K)
-        rows_max = tl.max(tl.max(tl.max(tl.abs(x), 3), 0), 1)
+        most = tl.max(tl.max(tl.max(tl.max(tl.max(tl.abs(x), 4), 0), 2), 1), 0)
     else:
-        R: tl.constexpr = r.shape[0]
-        rows = tl.reshape(tl.permute(x, (1, 0, 2, 3)), (R, KP))
+        R: tl.constexpr = 8 * r.shape[0]
+        row = tl.arange(0, R)
+        rows = tl.reshape(tl.permute(x, (1, 2, 0, 3, 4)), (R, KP))
         codes, scales, values = rounded_tile(rows, words, STORE)
         column = tl.arange(0, KP)
-        at = checkpoint + first * K + (r[:, None] * K + column[None, :])
+        at = checkpoint + first * K + (row[:, None] * K + column[None, :])
         tl.store(at, codes, mask=(column < K)[None, :])
         if STORE.scale is not None:
-            tl.store(checkpoint_scales + first + r, scales)
-        rows_max = tl.max(tl.abs(values), 1)
-    return tl.max(rows_max, 0)
+            tl.store(checkpoint_scales + first + row, scales)
+        most = tl.max(tl.max(tl.abs(values), 1), 0)
+    return most
 
 
 @triton.jit
