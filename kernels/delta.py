@@ -149,6 +149,17 @@ def launches(
     coefficients = torch.empty((batch, shape.heads, 2, held), **empty)
     decays = None if by_key else torch.empty((batch, shape.heads), **empty)
     vectors = torch.empty((batch, shape.heads, 2, shape.key_dim), **empty) if by_key else None
+    bfloat = torch.bfloat16
+    product = (
+        not by_key
+        and pool.raw
+        and held == 16
+        and policy.options.flush_read == "exact"
+        and pool.k_buffer is not None
+        and pool.k_buffer.dtype == inputs.k.dtype == bfloat
+        and policy.checkpoint.name == "fp32"
+        and shape.value_dim % fold_rows == 0
+    )
     parts = _power_from(shape.value_dim // fold_rows)
     largest = None if copy is None else torch.empty((batch, shape.heads, parts), **empty)
     made = {"coefficients": coefficients, "decays": decays, "vectors": vectors}
@@ -190,6 +201,9 @@ def launches(
             "OUTPUT_COPY": copy is not None and policy.options.flush_read == "copy",
             "ELEMENT": None if pool.k_buffer is None else _ELEMENTS[pool.k_buffer.dtype],
             "ROUNDS": ROUNDS,
+            "PRODUCT": product,
+            "LEVELS": held.bit_length() - 1,
+            "WARPS": fold_warps,
         },
         {"num_warps": fold_warps},
     )

@@ -16,6 +16,19 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.decode import widened
+from quantlab.kernels.delta_product import (
+    exact_product,
+    from_rows,
+    inverse,
+    key_of_place,
+    keys_of_window,
+    lane_offsets,
+    to_rows,
+    wide_product,
+    window_decays,
+    window_strengths,
+    window_values,
+)
 from quantlab.kernels.delta_read import record_sums
 from quantlab.kernels.delta_tiles import (
     by_row,
@@ -36,6 +49,7 @@ from quantlab.kernels.delta_window import (
     narrowed,
     ring_place,
 )
+from quantlab.kernels.packed import add_product
 
 
 @triton.jit
@@ -221,6 +235,61 @@ def fold_tile(
 
 
 @triton.jit
+def product_tile(
+    item, flush_rows, slots, origin, checkpoint, checkpoint_scales, k_buffer, d_buffer, v_buffer, beta_buffer,
+    log_decay_buffer, q, k, v, log_decay, beta, output, largest, store_numbers, sequence_ids, seed, stream,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
+    J: tl.constexpr, LEVELS: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, WARPS: tl.constexpr,
+    PARTS: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, NATIVE: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """``fold_tile`` by the products of ``delta_product``, for windows whose d are derived again from the checkpoint.
+
+    The key dim comes in two parts, so that the bfloat16 of only one are in registers at a time.
+    """
+    TILES: tl.constexpr = V // R
+    ONE: tl.constexpr = KP // 2
+    TWO: tl.constexpr = K - ONE
+    i, h, tile = item // (H * TILES), (item // TILES) % H, item % TILES
+    b = tl.load(flush_rows + i)
+    slot = tl.load(slots + b).to(tl.int64)
+    g, head = h // (H // G), slot * H + h
+    at_one = checkpoint + (head * V + tile * R) * K + lane_offsets(R, K, ONE, WARPS)
+    at_two = checkpoint + (head * V + tile * R) * K + ONE + lane_offsets(R, K, TWO, WARPS)
+    one, two = to_rows(tl.load(at_one), R, ONE, WARPS), to_rows(tl.load(at_two), R, TWO, WARPS)
+    values = window_values(v_buffer, origin, slot, b, h, tile * R, v, H, V, L, J, R, RING)
+    keys_one = keys_of_window(k_buffer, origin, slot, b, g, k, 0, ONE, G, K, L, J, RING)
+    keys_two = keys_of_window(k_buffer, origin, slot, b, g, k, ONE, TWO, G, K, L, J, RING)
+    strength = window_strengths(beta_buffer, origin, slot, b, h, beta, H, L, J, RING)
+    gamma, between, weight, whole = window_decays(
+        log_decay_buffer, origin, slot, b, h, log_decay, H, L, J, RING
+    )
+
+    scores = add_product(keys_one, tl.trans(keys_one), None, NATIVE)
+    scores = add_product(keys_two, tl.trans(keys_two), scores, NATIVE)
+    solved = inverse(scores * between * strength[:, None], J, LEVELS, NATIVE)
+    predicted = exact_product(one, tl.trans(keys_one), None, NATIVE)
+    predicted = exact_product(two, tl.trans(keys_two), predicted, NATIVE)
+    right = (values - predicted * gamma[None, :]) * strength[None, :]
+    deltas = wide_product(right, tl.trans(solved), NATIVE) * weight[None, :]
+    one = one * whole + exact_product(deltas, keys_one, None, NATIVE)
+    two = two * whole + exact_product(deltas, keys_two, None, NATIVE)
+    query_at = q + (b * G + g) * K
+    query_one = widened(tl.load(query_at + key_of_place(tl.arange(0, ONE))))
+    query_two = widened(tl.load(query_at + ONE + key_of_place(tl.arange(0, TWO))))
+    result = tl.sum(one * query_one[None, :], 1) + tl.sum(two * query_two[None, :], 1)
+    row = h * V + tile * R + tl.arange(0, R)
+    tl.store(output + b * (H * V) + row, narrowed(result, OUT, NATIVE, output.dtype.element_ty))
+    tl.store(at_one, from_rows(one, R, ONE, WARPS))
+    tl.store(at_two, from_rows(two, R, TWO, WARPS))
+    if largest is not None:
+        most = tl.max(tl.maximum(tl.max(tl.abs(one), 1), tl.max(tl.abs(two), 1)), 0)
+        tl.store(largest + (i * H + h) * PARTS + tile, most)
+        if (PARTS > TILES) & (tile == 0):
+            part = tl.arange(0, PARTS)
+            tl.store(largest + (i * H + h) * PARTS + part, tl.zeros((PARTS,), tl.float32), mask=part >= TILES)
+
+
+@triton.jit
 def window_fold_kernel(
     positions, slots, flush_rows, flush_count, origin, codes, scales, global_scale, checkpoint, checkpoint_scales,
     k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, coefficients, decays,
@@ -229,7 +298,7 @@ def window_fold_kernel(
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, INNER: tl.constexpr,
     HEADS: tl.constexpr, STORE: tl.constexpr, COPY: tl.constexpr, COPY_ELEMENT: tl.constexpr, BY_KEY: tl.constexpr,
     KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr, ELEMENT: tl.constexpr, OUT: tl.constexpr,
-    NATIVE: tl.constexpr, ROUNDS: tl.constexpr,
+    NATIVE: tl.constexpr, ROUNDS: tl.constexpr, PRODUCT: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """The first ``folds`` programs share the tiles of the rows that flush; the others prepare the windows of the rest.
 
@@ -238,8 +307,16 @@ def window_fold_kernel(
     pid = tl.program_id(0)
     if pid < folds:
         total = tl.load(flush_count) * (H * (V // R))
-        for item in range(pid, total, folds):
-            fold_tile(
+        for item in tl.range(pid, total, folds, num_stages=1, disable_licm=True):
+            if PRODUCT:
+                product_tile(
+                item, flush_rows, slots, origin, checkpoint, checkpoint_scales, k_buffer, d_buffer, v_buffer,
+                beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest, store_numbers, sequence_ids,
+                seed, stream,
+                H, G, V, K, KP, L, J, LEVELS, RING, R, WARPS, PARTS, STORE, OUT, NATIVE, ROUNDS,
+            )  # fmt: skip
+            else:
+                fold_tile(
                 item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, checkpoint_scales, k_buffer,
                 d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest,
                 store_numbers, sequence_ids, seed, stream,
