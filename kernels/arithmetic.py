@@ -1,12 +1,18 @@
 """Arithmetic that Triton's interpreter rounds otherwise than a device does."""
 
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 import triton
 import triton.language as tl
 
+from quantlab.formats.table import FLOAT_ELEMENTS
 from quantlab.kernels import target
+from quantlab.kernels.decode import widened
+from quantlab.kernels.rounding import encode
 
+BF16: tl.constexpr = tl.constexpr(FLOAT_ELEMENTS["bf16"])
+FP16: tl.constexpr = tl.constexpr(FLOAT_ELEMENTS["fp16"])
 INTERPRETED: tl.constexpr = tl.constexpr(target.interpreting())
 
 
@@ -30,4 +36,22 @@ def multiply_add(a, b, c):
         result = odd.to(tl.float64, bitcast=True).to(tl.float32)
     else:
         result = tl.fma(a, b, c)
+    return result
+
+
+@triton.jit
+def narrowed(x, dtype: tl.constexpr):
+    """float32, bfloat16 or float16 x in one of these types, to nearest, ties to even."""
+    if x.dtype == dtype:
+        result = x
+    elif dtype == tl.float32:
+        result = widened(x)
+    elif not INTERPRETED:
+        result = x.to(dtype)
+    elif dtype == tl.bfloat16:
+        codes = encode(widened(x), None, BF16.value, "nearest", 32)
+        result = codes.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        codes = encode(widened(x), None, FP16.value, "nearest", 32)
+        result = codes.to(tl.uint16).to(tl.float16, bitcast=True)
     return result

@@ -21,8 +21,7 @@ from quantlab.errors import InputError
 from quantlab.formats import Format
 from quantlab.formats.rounding import EXACT_BITS
 from quantlab.formats.table import Element, Integer
-from quantlab.kernels import target
-from quantlab.kernels.arithmetic import multiply_add
+from quantlab.kernels.arithmetic import multiply_add, narrowed
 from quantlab.kernels.decode import element_value, widened
 from quantlab.kernels.rounding import encode
 from quantlab.kernels.scales import FloatOptions, float_scale, recipe_of
@@ -41,14 +40,12 @@ class Store:
     """What a checkpoint's format makes of a tile.
 
     element: what a number is rounded to, None for fp32.  scale: options of ``float_scale`` for one scale a value row,
-    None without.  stochastic: by 32 random bits a number.  native: whether the device's own conversion may round to
-    bf16 and fp16; Triton's interpreter does it wrongly.
+    None without.  stochastic: by 32 random bits a number.
     """
 
     element: Element | Integer | None
     scale: FloatOptions | None
     stochastic: bool
-    native: bool
 
 
 def store_of(fmt: Format) -> Store:
@@ -61,7 +58,7 @@ def store_of(fmt: Format) -> Store:
         raise InputError("fmt", fmt.text, reason)
     scale = None if fmt.recipe is None else recipe_of(fmt).options
     element = fmt.element if fmt.rounded else None
-    return Store(element, scale, fmt.stochastic, native=not target.interpreting())
+    return Store(element, scale, fmt.stochastic)
 
 
 def unserved(fmt: Format) -> str | None:
@@ -87,12 +84,12 @@ def decoded_tile(codes, row_scales, STORE: tl.constexpr):
 def rounded_tile(x, words, STORE: tl.constexpr):
     """float32 x (rows, columns), whole value rows, and uint32 random words or None, to what is stored.
 
-    Returns codes in the dtype of the checkpoint's memory; row scales (rows,), None where the format has none; the
+    Returns codes in the dtype of the checkpoint's memory; row scales (rows,), 0.0 where the format has none; the
     float32 values that the codes decode to.
     """
     if STORE.scale is None:
         codes, values = plain_codes(x, words, STORE)
-        return codes, None, values
+        return codes, 0.0, values  # Triton 3.6 returns no None
     else:
         scales = row_scale(x, STORE.scale)
         codes = small_codes(row_quotients(x, scales), words, STORE)
@@ -112,10 +109,8 @@ def plain_codes(x, words, STORE: tl.constexpr):
             dtype: tl.constexpr = tl.float16
         if STORE.stochastic:
             codes = stochastic_codes(x, words, ELEMENT).to(tl.uint16).to(dtype, bitcast=True)
-        elif STORE.native:
-            codes = x.to(dtype)
         else:
-            codes = encode(x, None, ELEMENT, "nearest", 32).to(tl.uint16).to(dtype, bitcast=True)
+            codes = narrowed(x, dtype)
         values = widened(codes)
     return codes, values
 

@@ -22,20 +22,13 @@ that do.  ``slots`` has what serves all layers before and after a step.
 import triton
 import triton.language as tl
 
+from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.checkpoints import decoded_tile, rounded_tile
 from quantlab.kernels.decode import widened
-from quantlab.kernels.nvfp4_encode import (
-    block_pointers,
-    element_stochastic,
-    encode_blocks,
-    encode_matrix,
-    pack_rows,
-    pack_words,
-)
+from quantlab.kernels.nvfp4_encode import element_stochastic
 from quantlab.kernels.packed import COPY_UNIT, add_product, key_of_column, operand, three_parts
 from quantlab.kernels.random import element_words
 from quantlab.kernels.rounding import encode
-from quantlab.kernels.scales import float_scale
 
 
 @triton.jit
@@ -85,7 +78,7 @@ def window_kernel(
     tl.store(coefficients + (b * H + h)[:, None] * L + j[None, :], weight, mask=inside[:, None])
     whole = tl.sum(later, 1) + tl.where(n > 0, first, current)
     tl.store(decays + b * H + h, tl.exp(whole), mask=inside)
-    tl.store(keys_at + n * N + column, token.to(k_buffer.dtype.element_ty))
+    tl.store(keys_at + n * N + column, narrowed(token, k_buffer.dtype.element_ty))
     tl.store(log_decays + (slot * H + h) * L + n, current, mask=inside)
 
 
@@ -136,7 +129,7 @@ def read_kernel(
             match = tl.sum(widened(keys) * query[None, :], 1)
         match = tl.where(j == n, tl.sum(widened(token_key) * query, 0), match)
         if pid % CHUNKS == 0:
-            tl.store(keys_at + n * N + column, token_key.to(k_buffer.dtype.element_ty))
+            tl.store(keys_at + n * N + column, narrowed(token_key, k_buffer.dtype.element_ty))
     elif words is None:
         query = widened(tl.load(query_at + column))
     if words is not None:
@@ -183,8 +176,8 @@ def read_kernel(
             result = tl.sum(decoded_tile(state, row_scales, STORE) * query[None, :], 1) * whole
         result += tl.sum(widened(records) * weight[:, None], 0)
         result += widened(token) * own
-        tl.store(output + (b * H + h) * P + row, result.to(output.dtype.element_ty))
-        tl.store(d_buffer + record + n * P + row, token.to(d_buffer.dtype.element_ty))
+        tl.store(output + (b * H + h) * P + row, narrowed(result, output.dtype.element_ty))
+        tl.store(d_buffer + record + n * P + row, narrowed(token, d_buffer.dtype.element_ty))
 
 
 @triton.jit
@@ -210,142 +203,15 @@ def kept(
 def random_tile(
     h, row, slot, store_numbers, sequence_ids, seed, stream, P: tl.constexpr, N: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Random words (rows, N) of a head's value rows."""
+    """Random words (rows, N) of a head's value rows, of the store after the slot's last one."""
     counter = (h * P + row)[:, None] * (N // 4) + tl.arange(0, N // 4)[None, :]
-    number = tl.load(store_numbers + slot).to(tl.uint32)
+    number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
     sequence = tl.load(sequence_ids + slot).to(tl.uint32)
     return element_words(counter.to(tl.uint32), number, sequence, stream.to(tl.uint32), tl.load(seed), ROUNDS)
 
 
-@triton.jit
-def flush_kernel(
-    flush_rows, flush_count, slots, checkpoint, words, scales, global_scale, k_buffer, d_buffer, log_decays,
-    q, k, d, log_decay, output, store_numbers, sequence_ids, seed, stream,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
-    ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, ROUNDS: tl.constexpr,
-    GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Rows of ``flush_rows``: fold, output from the unrounded fold, round, store, encode the read copy from what was
-    stored.  Programs share the heads of all rows among them; R value rows at a time, R divides P.
-
-    The fold is a matrix product of the window on tensor cores: bfloat16 keys, and d times its decay as three bfloat16
-    that sum to it.  The global scale needs the whole head, so the stored values are read again, from cache.
-    """
-    total = tl.load(flush_count) * H
-    r, j, column = tl.arange(0, R), tl.arange(0, L), tl.arange(0, N)
-    for item in range(tl.program_id(0), total, tl.num_programs(0)):
-        b, h = tl.load(flush_rows + item // H), item % H
-        g = h // (H // G)
-        slot = tl.load(slots + b).to(tl.int64)
-        head = slot * H + h  # 64 bits; what varies within a head fits 32
-        keys_at = k_buffer + (slot * G + g) * (L * N) + (j[:, None] * N + column[None, :])
-        keys = tl.load(keys_at, mask=(j < L - 1)[:, None], other=0).to(tl.bfloat16)
-        token_key = widened(tl.load(k + (b * G + g) * N + column))
-        query = widened(tl.load(q + (b * G + g) * N + column))
-        current = tl.load(log_decay + b * H + h).to(tl.float32)
-        weight, whole = record_decays(log_decays + head * L, current, j, L - 1)
-        state_at = checkpoint + head * (P * N)
-        largest = 0.0
-        for tile in tl.range(P // R, num_stages=1):
-            first = tile * R
-            at = state_at + first * N + (r[:, None] * N + column[None, :])
-            state = tl.load(at)
-            records_at = d_buffer + head * (L * P) + first + (j[:, None] * P + r[None, :])
-            records = widened(tl.load(records_at, mask=(j < L - 1)[:, None], other=0))
-            token = widened(tl.load(d + (b * H + h) * P + first + r))
-            high, middle, low = three_parts(records * weight[:, None])
-            folded = add_product(tl.trans(low), keys, None, NATIVE)
-            folded = add_product(tl.trans(middle), keys, folded, NATIVE)
-            folded = add_product(tl.trans(high), keys, folded, NATIVE)
-            folded += widened(state) * whole + token[:, None] * token_key[None, :]
-            result = tl.sum(folded * query[None, :], 1)
-            tl.store(output + (b * H + h) * P + first + r, result.to(output.dtype.element_ty))
-            random = None
-            if ROUNDING == "stochastic":
-                random = random_tile(
-                    h, first + r, slot, store_numbers, sequence_ids, seed, stream, P, N, ROUNDS
-                )
-            new = kept(folded, random, ELEMENT, ROUNDING, BITS, NATIVE, checkpoint.dtype.element_ty)
-            tl.store(at, new)
-            if words is not None:
-                largest = tl.maximum(largest, tl.max(tl.abs(widened(new))))
-        if words is not None:
-            shared, _ = float_scale(largest, 1.0, GLOBAL)
-            tl.store(global_scale + head, shared)
-            tl.debug_barrier()
-            block, half = tl.arange(0, N // 16), tl.arange(0, 2)
-            for tile in tl.range(P // R, num_stages=1):
-                row = tile * R + r
-                values = widened(tl.load(block_pointers(state_at, row, N)))
-                codes, scale = encode_blocks(values, shared, BLOCK)
-                scale_at = scales + head * (P * N // 16) + (row[:, None] * (N // 16) + block[None, :])
-                tl.store(scale_at, scale.to(tl.uint8))
-                inner = row[:, None] * (N // 8) + 2 * block[None, :]
-                word_at = words + head * (P * N // 8) + (half[:, None, None] + inner[None, :, :])
-                tl.store(word_at, pack_words(codes, R, N))
-
-
-@triton.jit
-def flush_whole_kernel(
-    flush_rows, flush_count, slots, checkpoint, words, scales, global_scale, k_buffer, d_buffer, log_decays,
-    q, k, d, log_decay, output, store_numbers, sequence_ids, seed, stream,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
-    ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, ROUNDS: tl.constexpr,
-    GLOBAL: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """``flush_kernel`` for P a power of two (ROWS = P), with a whole head in registers: nothing is read again.
-
-    A lane of the matrix product owns columns 2 c, 2 c + 1 of every eight; the keys come in an order that makes these
-    N / 4 consecutive entries of the key dim, so that blocks of 16 stay in one lane.
-    """
-    total = tl.load(flush_count) * H
-    p, j, column = tl.arange(0, ROWS), tl.arange(0, L), tl.arange(0, N)
-    ordered = ((column // 2) % 4) * (N // 4) + 2 * (column // 8) + column % 2
-    for item in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
-        b, h = tl.load(flush_rows + item // H), item % H
-        g = h // (H // G)
-        slot = tl.load(slots + b).to(tl.int64)
-        head = slot * H + h
-        at = checkpoint + head * (P * N) + (p[:, None] * N + column[None, :])
-        state = tl.load(at)
-        keys_at = k_buffer + (slot * G + g) * (L * N) + (j[:, None] * N + ordered[None, :])
-        keys = tl.load(keys_at, mask=(j < L - 1)[:, None], other=0)
-        token_key = tl.load(k + (b * G + g) * N + column)
-        records_at = d_buffer + head * (L * P) + (j[:, None] * P + p[None, :])
-        records = widened(tl.load(records_at, mask=(j < L - 1)[:, None], other=0))
-        token = widened(tl.load(d + (b * H + h) * P + p))
-        current = tl.load(log_decay + b * H + h).to(tl.float32)
-        weight, whole = record_decays(log_decays + (slot * H + h) * L, current, j, L - 1)
-        query = widened(tl.load(q + (b * G + g) * N + column))
-
-        high, middle, low = three_parts(records * weight[:, None])
-        window = add_product(tl.trans(low), keys.to(tl.bfloat16), None, NATIVE)
-        window = add_product(tl.trans(middle), keys.to(tl.bfloat16), window, NATIVE)
-        window = add_product(tl.trans(high), keys.to(tl.bfloat16), window, NATIVE)
-        window = tl.permute(tl.reshape(window, (ROWS, N // 8, 4, 2)), (0, 2, 1, 3))
-        folded = tl.reshape(window, (ROWS, N)) + widened(state) * whole
-        folded += token[:, None] * widened(token_key)[None, :]
-        result = tl.sum(folded * query[None, :], 1)
-        tl.store(output + (b * H + h) * P + p, result.to(output.dtype.element_ty))
-
-        random = None
-        if ROUNDING == "stochastic":
-            random = random_tile(h, p, slot, store_numbers, sequence_ids, seed, stream, P, N, ROUNDS)
-        new = kept(folded, random, ELEMENT, ROUNDING, BITS, NATIVE, checkpoint.dtype.element_ty)
-        tl.store(at, new)
-        if words is not None:
-            values = tl.reshape(widened(new), (ROWS, N // 16, 16))
-            codes, scale, shared = encode_matrix(values, GLOBAL, BLOCK)
-            word_at = words + head * (P * N // 8) + (p[:, None] * (N // 8) + tl.arange(0, N // 8)[None, :])
-            tl.store(word_at, pack_rows(codes, ROWS, N))
-            scale_at = (
-                scales + head * (P * N // 16) + (p[:, None] * (N // 16) + tl.arange(0, N // 16)[None, :])
-            )
-            tl.store(scale_at, scale.to(tl.uint8))
-            tl.store(global_scale + slot * H + h, shared)
-
-
-@triton.jit
+# Triton would compile anew for a stream that is a multiple of 16.
+@triton.jit(do_not_specialize=("stream",))
 def step_kernel(
     checkpoint, checkpoint_scales, positions, slots, q, k, d, log_decay, output, store_numbers, sequence_ids, seed,
     stream,
@@ -379,4 +245,4 @@ def step_kernel(
     if checkpoint_scales is not None:
         tl.store(checkpoint_scales + (slot * H + h) * P + p, row_scales)
     result = tl.sum(folded * query[None, :], 1)
-    tl.store(output + (b * H + h) * P + p, result.to(output.dtype.element_ty))
+    tl.store(output + (b * H + h) * P + p, narrowed(result, output.dtype.element_ty))

@@ -12,92 +12,116 @@ clear of the subnormals, so small states are lifted by a power of two first, whi
 import triton
 import triton.language as tl
 
-from quantlab.kernels.scales import block_scale, float_scale
-
 SMALL: tl.constexpr = tl.constexpr(2.0**-60)
 LIFT: tl.constexpr = tl.constexpr(2.0**60)
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-9)
 
 
 @triton.jit
-def e2m1_nearest(x):
-    """Finite float32 -> E2M1 codes in int32, ties to even, saturating, sign of zero kept."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    # One mantissa bit stays of a normal number (1 and up), whose float32 exponent field 127 becomes 1.
-    normal = (magnitude + (0x1FFFFF - (252 << 22)) + ((magnitude >> 22) & 1)) >> 22
-    # Below 1 the grid is halves, as float32's own is at 2^22.
-    shifted = magnitude.to(tl.float32, bitcast=True) + 4194304.0
-    code = tl.where(magnitude < 0x3F800000, shifted.to(tl.int32, bitcast=True) & 7, tl.minimum(normal, 7))
-    return code | ((bits >> 28) & 8)
+def e2m1_nearest(x, signed):
+    """Float32 -> E2M1 codes in int32 with the signs of ``signed``, ties to even, saturating.
+
+    A float32 in [2^23, 2^24) has whole numbers as its grid.  With E = 2^e, e = 0 below 2 and 1 or 2 above, the grid of
+    E2M1 at |x| is E / 2, which is that of float32 at 2^22 E: the sum 2^22 E + 3 E + |x|, rounded once, has
+    n = round(2 |x| / E) + 6 in its low bits and 2 (e + 149) from bit 22 on.  The code is round(2 |x| / E) + 2 e, and
+    n + 2 (e + 149) is that number plus 304, a multiple of 8.
+    """
+    magnitude = tl.minimum(tl.abs(x), 6.0)
+    power = tl.maximum(magnitude.to(tl.int32, bitcast=True), 0x3F800000) & 0x7F800000
+    total = tl.fma(power.to(tl.float32, bitcast=True), 4194307.0, magnitude).to(tl.int32, bitcast=True)
+    code = total + (total >> 22)
+    return (code & 7) | ((signed.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit
-def block_pointers(base, row, N: tl.constexpr):
-    """Pointers (4, rows, N / 16, 4) to ``row``s of N values: quarter of a block, row, block, place in the quarter.
+def e4m3_nearest(x):
+    """Float32 from 0 on -> E4M3 codes in int32 and their values, ties to even, saturating.
 
-    With the quarters outermost a lane loads 16 bytes at a time and still gets all of a block, so that nothing is
+    As ``e2m1_nearest``: steps of 2^-3 of the power of two, but not below those of 2^-6.
+    """
+    magnitude = tl.minimum(x, 448.0)
+    power = tl.maximum(magnitude.to(tl.int32, bitcast=True), 0x3C800000) & 0x7F800000
+    offset = power.to(tl.float32, bitcast=True) * 1048579.0
+    total = offset + magnitude
+    bits = total.to(tl.int32, bitcast=True)
+    return (bits + (bits >> 20)) & 0x7F, total - offset
+
+
+@triton.jit
+def block_pointers(base, row, N: tl.constexpr, WIDTH: tl.constexpr):
+    """Pointers (16 / WIDTH, rows, N / 16, WIDTH) to ``row``s of N values: part of a block, row, block, place in it.
+
+    With the parts outermost a lane loads WIDTH values at a time and still gets all of a block, so that nothing is
     exchanged and no scale is derived twice.
     """
-    inner = 16 * tl.arange(0, N // 16)[:, None] + tl.arange(0, 4)[None, :]
-    return base + (
-        4 * tl.arange(0, 4)[:, None, None, None] + row[None, :, None, None] * N + inner[None, None, :, :]
-    )
+    inner = 16 * tl.arange(0, N // 16)[:, None] + tl.arange(0, WIDTH)[None, :]
+    part = WIDTH * tl.arange(0, 16 // WIDTH)
+    return base + (part[:, None, None, None] + row[None, :, None, None] * N + inner[None, None, :, :])
 
 
 @triton.jit
-def encode_blocks(values, shared, BLOCK: tl.constexpr):
-    """values of ``block_pointers``, float32, finite, under the global scale ``shared``.
+def reciprocal(x, ASM: tl.constexpr):
+    """1 / x rounded to nearest, for normal x with a normal reciprocal."""
+    if ASM:
+        result = tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
+        )
+    else:
+        result = tl.math.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+    return result
+
+
+@triton.jit
+def quotient(x, divisor, inverse, ASM: tl.constexpr):
+    """x / divisor rounded to nearest; inverse = 1 / divisor rounded to nearest, or 0 for a quotient of 0.
+
+    Triton's interpreter does not fuse, so it divides.
+    """
+    if ASM:
+        first = x * inverse
+        result = tl.fma(tl.fma(-first, divisor, x), inverse, first)
+    else:
+        result = tl.where(inverse == 0, 0.0, tl.math.div_rn(x, divisor))
+    return result
+
+
+@triton.jit
+def encode_blocks(values, shared, BLOCK: tl.constexpr, ASM: tl.constexpr):
+    """values of ``block_pointers``, float32, finite, under the global scale ``shared``, a scalar.
 
     Returns codes of the same shape, int32, and scales (rows, N / 16), E4M3 codes in int32.
     """
+    lift = 1.0
+    if shared < SMALL:  # remainders of such numbers would be subnormal; powers of two change no quotient
+        lift = LIFT
+        values = values * LIFT
     amax = tl.max(tl.max(tl.abs(values), 3), 0)
-    scales, divisor = block_scale(amax, shared, BLOCK)
-    nothing = divisor == float("inf")  # a zero scale: zeros with the values' signs
-    lift = tl.where(shared < SMALL, LIFT, 1.0)
+    unit = tl.full(amax.shape, 1.0, tl.float32) * (BLOCK.code_max * shared * lift)
+    scales, factor = e4m3_nearest(quotient(amax, unit, reciprocal(unit, ASM), ASM))
+    something = amax > 0
+    scales = tl.where(something, tl.maximum(scales, BLOCK.floor_code), 0)
+    factor = tl.maximum(factor, BLOCK.floor_code * SMALLEST_SCALE)
+    divisor = factor * shared
+    nothing = (divisor == 0) | (amax == 0)
     divisor = tl.where(nothing, 1.0, divisor * lift)
-    inverse = tl.where(nothing, 0.0, tl.math.div_rn(tl.full(amax.shape, 1.0, tl.float32), divisor))
+    inverse = tl.where(nothing, 0.0, reciprocal(divisor, ASM))
     divisor = tl.broadcast_to(divisor[None, :, :, None], values.shape)
     inverse = tl.broadcast_to(inverse[None, :, :, None], values.shape)
-    x = values * lift
-    quotient = x * inverse
-    quotient = tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
-    return e2m1_nearest(quotient), scales
+    return e2m1_nearest(quotient(values, divisor, inverse, ASM), values), scales
 
 
 @triton.jit
-def pack_words(codes, R: tl.constexpr, N: tl.constexpr):
-    """codes (4, R, N / 16, 4) of 4 bits -> int32 words (2, R, N / 16): half of a block, row, block."""
-    halves = tl.reshape(codes, (2, 2, R, N // 16, 4))
-    place = 4 * tl.arange(0, 2)[:, None] + tl.arange(0, 4)[None, :]
-    words = tl.sum(halves << (4 * place)[None, :, None, None, :], 4)
-    return tl.sum(words, 1)
-
-
-@triton.jit
-def encode_matrix(values, GLOBAL: tl.constexpr, BLOCK: tl.constexpr):
-    """values (rows, blocks, 16) float32 of one matrix, finite.
-
-    Returns codes (rows, blocks, 16) int32, scales (rows, blocks) E4M3 codes in int32, the global scale.
-    """
-    amax = tl.max(tl.abs(values), 2)
-    shared, _ = float_scale(tl.max(amax), 1.0, GLOBAL)
-    scales, divisor = block_scale(amax, shared, BLOCK)
-    nothing = divisor == float("inf")  # a zero scale: zeros with the values' signs
-    lift = tl.where(shared < SMALL, LIFT, 1.0)
-    divisor = tl.where(nothing, 1.0, divisor * lift)
-    inverse = tl.where(nothing, 0.0, tl.math.div_rn(tl.full(amax.shape, 1.0, tl.float32), divisor))
-    x = values * lift
-    quotient = x * inverse[:, :, None]
-    rest = tl.fma(-quotient, tl.broadcast_to(divisor[:, :, None], x.shape), x)
-    quotient = tl.fma(rest, tl.broadcast_to(inverse[:, :, None], x.shape), quotient)
-    return e2m1_nearest(quotient), scales, shared
-
-
-@triton.jit
-def pack_rows(codes, R: tl.constexpr, K: tl.constexpr):
-    """codes (R, K / 16, 16) of 4 bits -> int32 words (R, K / 8), the first code in the lowest nibble."""
-    nibbles = tl.reshape(codes, (R, K // 8, 8)) << (4 * tl.arange(0, 8))[None, None, :]
-    return tl.sum(nibbles, 2)
+def pack_words(codes, R: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr):
+    """codes of ``block_pointers``, 4 bits each -> int32 words (2, R, N / 16): half of a block, row, block."""
+    PER_WORD: tl.constexpr = 8 // WIDTH if WIDTH < 8 else 1
+    if WIDTH <= 8:
+        parts = tl.reshape(codes, (2, PER_WORD, R, N // 16, WIDTH))
+        place = 4 * (WIDTH * tl.arange(0, PER_WORD)[:, None] + tl.arange(0, WIDTH)[None, :])
+        words = tl.sum(tl.sum(parts << place[None, :, None, None, :], 4), 1)
+    else:
+        parts = tl.reshape(codes, (R, N // 16, 2, 8)) << (4 * tl.arange(0, 8))[None, None, None, :]
+        words = tl.permute(tl.sum(parts, 3), (2, 0, 1))
+    return words
 
 
 @triton.jit

@@ -13,6 +13,7 @@ matrix product with float32 accumulation reads the copy without any further roun
 import triton
 import triton.language as tl
 
+from quantlab.kernels.arithmetic import INTERPRETED
 from quantlab.kernels.decode import widened
 
 SIGNS: tl.constexpr = tl.constexpr(-0x7FFF8000)
@@ -126,3 +127,127 @@ def add_product(left, right, total, NATIVE: tl.constexpr):
     if total is not None:
         result += total
     return result
+
+
+HALF_LIFT: tl.constexpr = tl.constexpr(0x78007800)  # 2^15, twice
+HALF_UNIT: tl.constexpr = tl.constexpr(2.0**7)
+"""``half_operand`` holds code * scale * 2^-7."""
+
+
+@triton.jit
+def multiply_halves(a, b, ASM: tl.constexpr):
+    """Products of the two float16 of each int32; they must be exact."""
+    if ASM:
+        product = tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1
+        )
+    else:
+        low = half_value(a & 0xFFFF) * half_value(b & 0xFFFF)
+        high = half_value((a >> 16) & 0xFFFF) * half_value((b >> 16) & 0xFFFF)
+        product = half_bits(low) | (half_bits(high) << 16)
+    return product
+
+
+@triton.jit
+def half_value(bits):
+    """float16 bits in int32, finite, as float32: the interpreter's stand-in."""
+    magnitude = ((bits & 0x7FFF) << 13).to(tl.float32, bitcast=True) * TWO_112
+    return tl.where(bits >= 0x8000, -magnitude, magnitude)
+
+
+@triton.jit
+def half_bits(x):
+    """The inverse for a float32 that float16 holds."""
+    bits = tl.abs(x).to(tl.float32) * TWO_M112
+    return ((bits.to(tl.int32, bitcast=True) >> 13) & 0x7FFF) | (
+        (x.to(tl.int32, bitcast=True) >> 16) & 0x8000
+    )
+
+
+TWO_112: tl.constexpr = tl.constexpr(2.0**112)
+TWO_M112: tl.constexpr = tl.constexpr(2.0**-112)
+
+
+@triton.jit
+def byte_pair(bytes, high: tl.constexpr, ASM: tl.constexpr):
+    """Bytes 0 and 1, or 2 and 3, of each int32 as the upper bytes of two float16."""
+    if ASM:
+        if high:
+            pair = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, 0, 0x3424;", "=r,r", [bytes], tl.int32, is_pure=True, pack=1
+            )
+        else:
+            pair = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, 0, 0x1404;", "=r,r", [bytes], tl.int32, is_pure=True, pack=1
+            )
+    else:
+        if high:
+            bytes = (bytes >> 16) & 0xFFFF
+        pair = ((bytes & 0xFF) << 8) | ((bytes & 0xFF00) << 16)
+    return pair
+
+
+@triton.jit
+def half_operand(words, scales, R: tl.constexpr, K: tl.constexpr, ASM: tl.constexpr):
+    """words (R, K / 8) int32 and scales (R, K / 16) uint8 -> float16 (R, K), columns as ``key_of_half_column`` says.
+
+    A code's sign and magnitude bits, moved to where E5M2 keeps its own, spell code * 2^-14; E5M2 is the upper byte of a
+    float16.  Times scale * 2^7 the product has at most six significant bits and no bit below 2^-24.
+    """
+    BY_LANE: tl.constexpr = K // 32
+    scale = scales.to(tl.int32) * 0x00800080  # E4M3 in float16, twice, times 2^-8
+    scale = multiply_halves(scale, tl.full(scale.shape, HALF_LIFT, tl.int32), ASM)
+    scale = tl.reshape(tl.broadcast_to(tl.expand_dims(scale, 2), (R, K // 16, 2)), (R, K // 8))
+    even = ((words << 4) & EIGHTH_BITS) | ((words << 1) & LOW_BITS)
+    odd = (words & EIGHTH_BITS) | ((words >> 3) & LOW_BITS)
+    first = tl.join(
+        multiply_halves(byte_pair(even, False, ASM), scale, ASM),
+        multiply_halves(byte_pair(odd, False, ASM), scale, ASM),
+    )
+    second = tl.join(
+        multiply_halves(byte_pair(even, True, ASM), scale, ASM),
+        multiply_halves(byte_pair(odd, True, ASM), scale, ASM),
+    )
+    pairs = tl.reshape(
+        tl.join(first, second), (R, 4, BY_LANE, 2, 2)
+    )  # row, lane, its word, odd, half of a word
+    pairs = tl.permute(pairs, (0, 2, 1, 3, 4))
+    elements = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+    return tl.reshape(elements, (R, K)).to(tl.float16, bitcast=True)
+
+
+EIGHTH_BITS: tl.constexpr = tl.constexpr(-0x7F7F7F80)
+LOW_BITS: tl.constexpr = tl.constexpr(0x0E0E0E0E)
+
+
+@triton.jit
+def key_of_half_column(column, K: tl.constexpr):
+    """Which key dim entry a column of ``half_operand`` holds."""
+    half, odd, lane = (column // 2) % 2, (column // 4) % 2, (column // 8) % 4
+    word = (K // 32) * lane + column // 32
+    return 8 * word + 4 * half + 2 * (column % 2) + odd
+
+
+@triton.jit
+def half_columns(query):
+    """float32 (N,) -> float16 (8, N), and u: row 0 plus 2^-11 row 1, times u, is the query.
+
+    Entries below 2^-35 of the largest are lost: less than the rounding of one float32 sum over them.
+    """
+    exponent = tl.maximum(tl.max(query.to(tl.int32, bitcast=True) & 0x7F800000), 0x02000000)
+    unit = exponent.to(tl.float32, bitcast=True)
+    scaled = query * (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+    high = scaled.to(tl.float16)
+    low = ((scaled - high.to(tl.float32)) * 2048.0).to(tl.float16)
+    place = tl.arange(0, 8)[:, None]
+    right = tl.where(place == 0, high[None, :], tl.where(place == 1, low[None, :], 0.0).to(tl.float16))
+    return right, unit
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask for the 128 bytes around each pointer to come to L2; nothing waits for them."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], tl.int32, is_pure=False, pack=1
+        )

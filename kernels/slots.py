@@ -7,8 +7,10 @@ the device, and nothing may be written out of bounds.
 import triton
 import triton.language as tl
 
+# Triton would compile anew for every number of rows that is 1 or a multiple of 16.
 
-@triton.jit
+
+@triton.jit(do_not_specialize=("batch", "count"))
 def plan_kernel(
     cursor, slots, positions, flush_rows, flush_count, batch, count, WINDOW: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -25,7 +27,7 @@ def plan_kernel(
     tl.store(flush_count, tl.sum(due, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("batch", "count"))
 def advance_kernel(cursor, slots, store_numbers, batch, count, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
     """After all layers of a step: BLOCK rows a program."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -38,14 +40,22 @@ def advance_kernel(cursor, slots, store_numbers, batch, count, WINDOW: tl.conste
     tl.store(store_numbers + slot, number + 1, mask=live & full)
 
 
-@triton.jit
-def hand_off_kernel(cursor, origin, pending, store_numbers, slots, rows, count, BLOCK: tl.constexpr):
-    """The counters of ``rows`` slots that get a prefill state: empty window, store number 0."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + i, mask=i < rows, other=-1)
+@triton.jit(do_not_specialize=("batch", "count"))
+def hand_off_kernel(
+    cursor, origin, pending, store_numbers, slots, rows, row_count, batch, count, BLOCK: tl.constexpr
+):
+    """The counters of slots (B,) that get a prefill state: empty window, store number 0.
+
+    rows (B,): those of them whose slot there is, in order, and their number.  One program; BLOCK >= batch.
+    """
+    i = tl.arange(0, BLOCK)
+    slot = tl.load(slots + i, mask=i < batch, other=-1)
     live = (slot >= 0) & (slot < count)
     zero = tl.zeros((BLOCK,), dtype=tl.int32)
     tl.store(cursor + slot, zero, mask=live)
     tl.store(origin + slot, zero, mask=live)
     tl.store(pending + slot, zero, mask=live)
     tl.store(store_numbers + slot, zero.to(tl.int64), mask=live)
+    found = live.to(tl.int32)
+    tl.store(rows + tl.cumsum(found, 0) - 1, i, mask=live)
+    tl.store(row_count, tl.sum(found, 0))

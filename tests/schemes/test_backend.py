@@ -9,8 +9,8 @@ import pytest
 
 import quantlab.schemes
 from quantlab.errors import InputError
-from quantlab.schemes import dual_read
-from quantlab.schemes.backend import choose, find, ops
+from quantlab.schemes import StateShape, dual_read, parse_policy, steps
+from quantlab.schemes.backend import FUNCTIONS, choose, find, ops
 from quantlab.testing import in_triton_process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,14 +58,40 @@ def test_interpreting_too_late_falls_back_and_says_why(monkeypatch):
     assert found.kind == "torch"
 
 
-@pytest.mark.parametrize("name", ["dual_raed", "policy.x", "backend", ""])
+UNKNOWN = ["dual_raed", "policy.x", "backend", "", "dual_read."]
+UNKNOWN += ["steps", "steps.", "steps.check_slots", "steps.decode", ".decode_token"]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_op_is_refused(name):
     with pytest.raises(InputError, match=r"^op .*expected one of .*dual_read"):
         find(name, "cpu")
 
 
+@pytest.mark.parametrize("function", FUNCTIONS["steps"])
+def test_functions_of_a_module_are_ops(function, monkeypatch):
+    name = f"steps.{function}"
+    assert name in ops()
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert find(name, "cpu") is getattr(steps, function)
+    found = in_triton_process(choose, name, "cpu", interpret=True)
+    assert str(found) == f"{name} on cpu: triton (Triton interpreter)"
+    assert found.function.__module__ == "quantlab.kernels.steps"
+    assert found.function.__name__ == function
+
+
+def test_a_policy_without_a_kernel_falls_back_and_says_why():
+    shape = StateShape(4, 64, 128, 2)
+    for policy, served in (("fp32@16", None), ("fp32@16:flush=early", "flush=early")):
+        work = parse_policy(policy), "mamba2", shape
+        found = in_triton_process(choose, "steps.decode_token", "cpu", *work, interpret=True)
+        assert found.kind == ("triton" if served is None else "torch")
+        assert found.reason == ("Triton interpreter" if served is None else f"no kernel serves {served}")
+
+
 def test_ops_are_the_modules_that_define_them():
     assert "dual_read" in ops()
+    assert "steps" not in ops()
     assert "check_arguments" not in ops()
 
 

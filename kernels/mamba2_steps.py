@@ -1,0 +1,234 @@
+"""Launches of the Mamba-2 decode kernels on a layer's pool: which policies they serve, and in which configuration.
+
+Window 1 is one launch, ``step``.  Longer windows take ``window`` and ``read`` for the rows that do not flush, ``fold``
+for those that do, and with a read copy ``encode``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from quantlab.kernels import read_copies, target
+from quantlab.kernels.checkpoints import store_of
+from quantlab.kernels.fold import fold_kernel
+from quantlab.kernels.mamba2 import read_kernel, step_kernel, window_kernel
+from quantlab.recurrences import StepInputs
+from quantlab.schemes.ledger import StateShape
+from quantlab.schemes.policy import Policy
+from quantlab.schemes.pool import LayerPool
+from quantlab.schemes.steps import StepPlan
+from quantlab.schemes.store import CHECKPOINT_PART
+
+PHILOX_ROUNDS = 10
+FULL = 4096
+"""Programs of one warp that fill a device several times over; below that, smaller pieces."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Value rows and columns (0: all) of a tile, tiles of a program in turn, warps, and the most registers a thread may
+    have (None: any).
+    """
+
+    rows: int
+    columns: int = 0
+    tiles: int = 1
+    warps: int = 1
+    registers: int | None = None
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How the kernels of one layer are launched.  programs: of ``fold``, which shares its work among them."""
+
+    step: Tiles
+    read: Tiles
+    fold: Tiles
+    fold_programs: int
+
+
+def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuration:
+    """Measured on one H200; a smaller tile where the value dim, or a long row, does not allow the best one."""
+    stochastic = policy.checkpoint.stochastic
+    rows = 16 if shape.key_dim <= 128 else 8
+    step = Tiles(_dividing(shape.value_dim, rows), warps=2 if stochastic or policy.checkpoint.recipe else 1)
+    if policy.read_copy is not None:
+        best = 64 if shape.key_dim <= 128 else 32
+        read_rows = _dividing(shape.value_dim, best)
+        registers = 128 if read_rows == 64 else None
+    else:
+        best = 16 if policy.checkpoint.name == "fp32" else 32
+        read_rows, registers = _dividing(shape.value_dim, best if shape.key_dim <= 128 else 16), None
+    per_group = shape.heads // shape.key_heads * (shape.value_dim // read_rows)
+    tiles = 1
+    if policy.read_copy is not None:
+        full = batch * shape.key_heads * per_group // FULL
+        tiles = max((n for n in (1, 2, 4) if per_group % n == 0 and n <= max(full, 1)), default=1)
+    read = Tiles(read_rows, tiles=tiles, registers=registers)
+    columns = shape.key_dim if policy.checkpoint.recipe else min(shape.key_dim, 64)
+    fold = Tiles(_dividing(shape.value_dim, 16), columns, warps=1)
+    return Configuration(step, read, fold, fold_programs=1056)
+
+
+def served(policy: Policy, shape: StateShape, records: int | None) -> str | None:
+    """Why the kernels do not serve a policy that the pool has a layout for, or None."""
+    options, window = policy.options, policy.window
+    if shape.value_dim % 16:
+        return "a value dim that is no multiple of 16"
+    if shape.key_dim < 32 or shape.key_dim & (shape.key_dim - 1):
+        return "a key dim that is no power of two from 32 on"
+    if window > 1 and (window < 4 or window & (window - 1)):
+        return "a window that is neither 1 nor a power of two from 4 on"
+    if records not in (None, window if window > 1 else 0):
+        return "room for drafts behind the window"
+    if options.flush != "full":
+        return f"flush={options.flush}"
+    if policy.read_copy is None:
+        return None
+    if options.flush_read != "exact":
+        return f"flush_read={options.flush_read}"
+    return read_copies.served(policy.read_copy)
+
+
+def launch(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor) -> None:
+    """One token of one layer; arguments as ``quantlab.kernels.steps`` has checked them."""
+    chosen = configuration(pool.policy, pool.shape, plan.slots.shape[0])
+    if pool.policy.window == 1:
+        _step(pool, inputs, plan, output, chosen.step)
+        return
+    _read(pool, inputs, plan, output, chosen.read)
+    largest = _fold(pool, inputs, plan, output, chosen)
+    if largest is not None:
+        read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots, largest)
+
+
+def _step(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, tiles: Tiles) -> None:
+    shape, kernel = pool.shape, _any(step_kernel)
+    programs = output.shape[0] * shape.heads * (shape.value_dim // tiles.rows)
+    kernel[(programs,)](
+        pool.checkpoint,
+        pool.checkpoint_scales,
+        plan.positions,
+        plan.slots,
+        *_token(inputs),
+        output,
+        *_random(pool),
+        **_sizes(shape),
+        R=tiles.rows,
+        STORE=store_of(pool.policy.checkpoint),
+        ROUNDS=PHILOX_ROUNDS,
+        **_options(tiles),
+    )
+
+
+def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, tiles: Tiles) -> None:
+    shape, window, batch = pool.shape, pool.policy.window, output.shape[0]
+    coefficients = torch.empty((batch, shape.heads, window), dtype=torch.float32, device=pool.device)
+    decays = torch.empty((batch, shape.heads), dtype=torch.float32, device=pool.device)
+    sizes = _sizes(shape)
+    _any(window_kernel)[(batch * shape.key_heads,)](
+        plan.positions,
+        plan.slots,
+        pool.k_buffer,
+        pool.log_decay_buffer,
+        inputs.q,
+        inputs.k,
+        inputs.log_decay,
+        coefficients,
+        decays,
+        **{name: sizes[name] for name in ("H", "G", "N")},
+        L=window,
+        HEADS=triton.next_power_of_2(shape.heads // shape.key_heads),
+        **_options(Tiles(1)),
+    )
+    copy = pool.policy.read_copy is not None
+    words = pool.copy_codes.view(torch.int32) if pool.copy_codes is not None else None
+    per_group = shape.heads // shape.key_heads * (shape.value_dim // tiles.rows)
+    _any(read_kernel)[(batch * shape.key_heads * per_group // tiles.tiles,)](
+        words,
+        pool.copy_scales,
+        pool.copy_global_scale,
+        None if copy else pool.checkpoint,
+        None if copy else pool.checkpoint_scales,
+        pool.k_buffer,
+        pool.d_buffer,
+        pool.log_decay_buffer,
+        plan.positions,
+        plan.slots,
+        *_token(inputs),
+        coefficients,
+        decays,
+        output,
+        **sizes,
+        L=window,
+        R=tiles.rows,
+        TILES=tiles.tiles,
+        STAGES=1,
+        WIDTH=8,
+        ASM=not target.interpreting(),
+        STORE=store_of(pool.policy.checkpoint),
+        **_options(tiles),
+    )
+
+
+def _fold(
+    pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, chosen: Configuration
+) -> torch.Tensor | None:
+    """The largest |stored| of each tile, where a read copy is to be encoded from it."""
+    shape, batch, tiles = pool.shape, output.shape[0], chosen.fold
+    parts, largest = shape.value_dim // tiles.rows, None
+    if pool.policy.read_copy is not None:
+        largest = torch.empty((batch, shape.heads, parts), dtype=torch.float32, device=pool.device)
+    _any(fold_kernel)[(min(chosen.fold_programs, batch * shape.heads * parts),)](
+        plan.flush_rows,
+        plan.flush_count,
+        plan.slots,
+        pool.checkpoint,
+        pool.checkpoint_scales,
+        pool.k_buffer,
+        pool.d_buffer,
+        pool.log_decay_buffer,
+        *_token(inputs),
+        output,
+        largest,
+        *_random(pool),
+        **_sizes(shape),
+        L=pool.policy.window,
+        R=tiles.rows,
+        C=tiles.columns,
+        STORE=store_of(pool.policy.checkpoint),
+        ROUNDS=PHILOX_ROUNDS,
+        **_options(tiles),
+    )
+    return largest
+
+
+def _token(inputs: StepInputs) -> tuple[torch.Tensor, ...]:
+    return inputs.q, inputs.k, inputs.v, inputs.log_decay
+
+
+def _random(pool: LayerPool) -> tuple[Any, ...]:
+    """What names the checkpoint's random words."""
+    counters = pool.counters
+    return counters.store_numbers, counters.sequence_ids, counters.seed, 4 * pool.layer + CHECKPOINT_PART
+
+
+def _sizes(shape: StateShape) -> dict[str, int]:
+    return {"H": shape.heads, "G": shape.key_heads, "P": shape.value_dim, "N": shape.key_dim}
+
+
+def _options(tiles: Tiles) -> dict[str, Any]:
+    registers = {} if tiles.registers is None or target.interpreting() else {"maxnreg": tiles.registers}
+    return {"num_warps": tiles.warps, **registers, **target.LAUNCH_OPTIONS}
+
+
+def _any(kernel: Any) -> Any:
+    """A kernel; a type checker does not know that it can be launched."""
+    return kernel
+
+
+def _dividing(value_dim: int, most: int) -> int:
+    """The largest power of two up to ``most`` that divides ``value_dim``."""
+    return min(most, value_dim & -value_dim)

@@ -1,0 +1,58 @@
+"""Launches that encode read copies from stored checkpoints."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantlab.formats import Format
+from quantlab.kernels import target
+from quantlab.kernels.checkpoints import store_of
+from quantlab.kernels.copies import encode_nvfp4_kernel
+from quantlab.kernels.scales import global_options, recipe_of
+from quantlab.schemes.pool import LayerPool
+
+PROGRAMS = 1056
+"""At most; they share the tiles of all rows among them."""
+
+
+def served(copy: Format) -> str | None:
+    """Why no kernel encodes and reads the copy, or None."""
+    return None if copy.name == "nvfp4" else f"a read copy of {copy.name}"
+
+
+def encode(pool: LayerPool, rows: Tensor, count: Tensor, slots: Tensor, largest: Tensor) -> None:
+    """Encode the read copy of the slots ``slots[rows[i]]`` for i below ``count``, from their stored checkpoints.
+
+    rows: int32 (B,).  count: int32 (1,).  slots: int32 or int64.  largest: float32 (B, heads, parts), of the magnitudes
+    of the checkpoint's values in some parts of each head, row i of it for the i-th of ``rows``.
+    """
+    shape, copy = pool.shape, pool.policy.read_copy
+    assert copy is not None
+    assert pool.copy_codes is not None
+    tile = min(16, shape.value_dim & -shape.value_dim)
+    programs = min(PROGRAMS, rows.shape[0] * shape.heads * (shape.value_dim // tile))
+    kernel: Any = encode_nvfp4_kernel
+    kernel[(programs,)](
+        rows,
+        count,
+        slots,
+        largest,
+        pool.checkpoint,
+        pool.checkpoint_scales,
+        pool.copy_codes.view(torch.int32),
+        pool.copy_scales,
+        pool.copy_global_scale,
+        H=shape.heads,
+        P=shape.value_dim,
+        N=shape.key_dim,
+        R=tile,
+        PARTS=largest.shape[2],
+        WIDTH=16 // pool.checkpoint.element_size(),
+        STORE=store_of(pool.policy.checkpoint),
+        GLOBAL=global_options(),
+        BLOCK=recipe_of(copy).options,
+        ASM=not target.interpreting(),
+        num_warps=1,
+        **target.LAUNCH_OPTIONS,
+    )
