@@ -1,256 +1,341 @@
-"""Decode kernels of gated_delta and kimi_delta on pooled memory: what launches them.
+"""Launches of the decode kernels of gated_delta and kimi_delta on a layer's pool: which policies they serve, and how.
 
 A layer's step is at most three launches: the folds of the rows whose window is full, beside the coefficients of the
 other rows' windows; the reads of these; and the read copy of what was folded.  With window 1 and no read copy it is
-one, which rewrites the state.  ``delta_window``, ``delta_read`` and ``delta_fold`` have the mathematics.
+one, which rewrites the state.  ``delta_window``, ``delta_read``, ``delta_fold`` and ``delta_product`` have the
+mathematics.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantlab.errors import InputError
-from quantlab.formats.table import FLOAT_ELEMENTS
-from quantlab.kernels import target
+from quantlab.kernels import read_copies, target
 from quantlab.kernels.checkpoints import store_of
 from quantlab.kernels.delta_fold import step_kernel, window_fold_kernel
 from quantlab.kernels.delta_read import read_kernel
 from quantlab.kernels.delta_tiles import inner_of
 from quantlab.recurrences import StepInputs
+from quantlab.schemes.ledger import StateShape
+from quantlab.schemes.policy import Policy
 from quantlab.schemes.pool import LayerPool
 from quantlab.schemes.steps import StepPlan
+from quantlab.schemes.store import CHECKPOINT_PART
 
-ROUNDS = 10
+PHILOX_ROUNDS = 10
 LARGEST_WINDOW = 64
 """A window's keys stay in the registers of one warp."""
-WIDTH = 8
+PRODUCT_WINDOW = 16
+"""Records and token that one tile of a matrix product holds."""
+LANE_COLUMNS = 8
 """Columns in a row that a lane owns of the tensor cores' left operand, as Triton 3.6 to 3.9 lay it out."""
 
-_ELEMENTS = {
-    torch.float32: None,
-    torch.bfloat16: FLOAT_ELEMENTS["bf16"],
-    torch.float16: FLOAT_ELEMENTS["fp16"],
-}
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the kernels of one layer are launched; None where the shape decides.
+
+    read_rows, fold_rows: value rows of a tile.  read_tiles: tiles of a program.  read_stages: loads of a tile that are
+    under way at once.  read_registers, fold_registers: the most a thread may have.  fold_programs: they share the tiles
+    of the rows that flush.  product: whether a fold may be matrix products.
+    """
+
+    read_rows: int | None = None
+    read_tiles: int | None = None
+    read_stages: int = 1
+    read_registers: int | None = None
+    fold_rows: int | None = None
+    fold_registers: int | None = None
+    fold_programs: int | None = None
+    product: bool = True
 
 
 class Launch(NamedTuple):
-    """One kernel launch: ``kernel[grid](**arguments, **constants, **options)``."""
+    """One kernel launch."""
 
     kernel: Any
-    grid: tuple[int, ...]
+    programs: int
     arguments: dict[str, Any]
     constants: dict[str, Any]
     options: dict[str, Any]
 
     def run(self) -> Any:
-        return self.kernel[self.grid](
-            **self.arguments, **self.constants, **self.options, **target.LAUNCH_OPTIONS
-        )
+        given = {**self.arguments, **self.constants, **self.options, **target.LAUNCH_OPTIONS}
+        return self.kernel[(self.programs,)](**given)
+
+
+class Scratch(NamedTuple):
+    """What one launch leaves for the next, uninitialised: see ``delta_window`` and ``delta_fold``."""
+
+    coefficients: Tensor
+    decays: Tensor | None
+    vectors: Tensor | None
+    largest: Tensor | None
+
+
+def served(policy: Policy, shape: StateShape, records: int | None) -> str | None:
+    """Why the kernels do not serve a policy that the pool has a layout for, or None."""
+    if policy.window > LARGEST_WINDOW:
+        return f"a window above {LARGEST_WINDOW}"
+    if policy.options.flush != "full":
+        return f"flush={policy.options.flush}"
+    if shape.value_dim % 16:
+        return "a value dim that is no multiple of 16"
+    if shape.key_dim % 32:
+        return "a key dim that is no multiple of 32"
+    if policy.read_copy is None:
+        return None
+    rest = shape.key_dim - _power_below(shape.key_dim)
+    if rest and rest != _power_below(rest):
+        return "a key dim that is neither a power of two nor the sum of two"
+    if rest and policy.checkpoint.recipe is not None:
+        return "a key dim that is no power of two with a scale a row"
+    return read_copies.served(policy.read_copy)
 
 
 def decode_gated_delta(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor) -> None:
-    """One token of a gated_delta layer: output (B, heads, value_dim); see ``quantlab.schemes.steps.decode_token``.
-
-    inputs: contiguous, on the pool's device, of the shapes of the pool; beta is there.
-
-    Raises:
-        InputError: the policy's window, or the shape, is one that the kernels have no layout for.
-    """
+    """One token of a gated_delta layer; arguments as ``quantlab.kernels.steps`` has checked them."""
     decode(pool, inputs, plan, output)
 
 
 def decode_kimi_delta(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor) -> None:
-    """``decode_gated_delta`` of a kimi_delta layer, whose log_decay is (B, heads, key_dim)."""
+    """One token of a kimi_delta layer, whose log_decay is (B, heads, key_dim)."""
     decode(pool, inputs, plan, output)
 
 
-def decode(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor) -> None:
-    if reason := unserved(pool):
-        raise InputError("pool", f"{pool.policy} of {pool.shape}", reason)
-    for launch in launches(pool, inputs, plan, output):
-        launch.run()
+def decode(
+    pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor, tuning: Tuning | None = None
+) -> None:
+    """One token of one layer, in one to three launches."""
+    tuning = tuning or Tuning()
+    if pool.policy.window == 1 and pool.policy.read_copy is None:
+        step_launch(pool, inputs, plan, output, tuning).run()
+        return
+    scratch = scratch_of(pool, inputs, tuning)
+    fold_launch(pool, inputs, plan, output, scratch, tuning).run()
+    if pool.policy.window > 1:
+        read_launch(pool, inputs, plan, output, scratch, tuning).run()
+    if scratch.largest is not None:
+        read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots, scratch.largest)
 
 
-def unserved(pool: LayerPool) -> str | None:
-    """What a pool would need for the kernels to serve it, or None."""
+def step_launch(
+    pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor, tuning: Tuning
+) -> Launch:
+    """The state of every row rewritten."""
+    shape, rows = pool.shape, tuning.fold_rows or 16
+    arguments = {
+        **_stored(pool),
+        "positions": plan.positions,
+        "slots": plan.slots,
+        **_token(inputs),
+        "output": output,
+        **_random(pool),
+    }
+    constants = {**_sizes(pool), "R": rows, "BY_KEY": _by_key(pool), "ROUNDS": PHILOX_ROUNDS}
+    programs = output.shape[0] * shape.heads * (shape.value_dim // rows)
+    return Launch(step_kernel, programs, arguments, constants, _options(1, tuning.fold_registers))
+
+
+def scratch_of(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> Scratch:
+    """Memory between the launches of a step."""
+    shape, by_key, batch = pool.shape, _by_key(pool), inputs.v.shape[0]
+
+    def memory(*sizes: int) -> Tensor:
+        return torch.empty((batch, shape.heads, *sizes), dtype=torch.float32, device=pool.device)
+
+    parts = shape.value_dim // _fold_rows(pool, inputs, tuning)
+    return Scratch(
+        coefficients=memory(2, _held(pool)),
+        decays=None if by_key else memory(),
+        vectors=memory(2, shape.key_dim) if by_key else None,
+        largest=None if pool.policy.read_copy is None else memory(parts),
+    )
+
+
+def fold_launch(
+    pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor, scratch: Scratch, tuning: Tuning
+) -> Launch:
+    """The folds, and the coefficients of the windows that are not full."""
+    shape, policy, batch = pool.shape, pool.policy, output.shape[0]
+    rows, product = _fold_rows(pool, inputs, tuning), by_product(pool, inputs, tuning)
+    warps = rows // 16 if product else 1
+    # A multiprocessor holds about sixteen warps of these folds.
+    most = tuning.fold_programs or 132 * (16 // warps)
+    folds = min(most, batch * shape.heads * (shape.value_dim // rows))
+    windows = batch * (shape.heads if _by_key(pool) else shape.key_heads) if policy.window > 1 else 0
+    arguments = {
+        "positions": plan.positions,
+        "slots": plan.slots,
+        "flush_rows": plan.flush_rows,
+        "flush_count": plan.flush_count,
+        "origin": _origin(pool),
+        **_copied(pool, words=product),
+        **_stored(pool),
+        "k_buffer": pool.k_buffer,
+        "d_buffer": pool.d_buffer,
+        "v_buffer": pool.v_buffer,
+        "beta_buffer": pool.beta_buffer,
+        "log_decay_buffer": pool.log_decay_buffer,
+        **_token(inputs),
+        "output": output,
+        **scratch._asdict(),
+        **_random(pool),
+        "folds": folds,
+    }
+    constants = {
+        **_sizes(pool),
+        **_window_sizes(pool),
+        **_views(pool),
+        "R": rows,
+        "HEADS": _power_from(shape.heads // shape.key_heads),
+        "BY_KEY": _by_key(pool),
+        "OUTPUT_COPY": policy.read_copy is not None and policy.options.flush_read == "copy",
+        "ROUNDS": PHILOX_ROUNDS,
+        "PRODUCT": product,
+        "LEVELS": _held(pool).bit_length() - 1,
+        "WARPS": warps,
+    }
+    registers = tuning.fold_registers or (168 if product else None)
+    return Launch(window_fold_kernel, folds + windows, arguments, constants, _options(warps, registers))
+
+
+def read_launch(
+    pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor, scratch: Scratch, tuning: Tuning
+) -> Launch:
+    """The reads through the windows that are not full."""
+    shape, copy = pool.shape, pool.policy.read_copy is not None
+    packed = copy and pool.policy.options.key_read == "copy"
+    rows = tuning.read_rows or _dividing(shape.value_dim, 64 if packed and shape.key_dim <= 128 else 16)
+    shared = 1 if _by_key(pool) else shape.heads // shape.key_heads
+    tiles = shared * (shape.value_dim // rows)
+    several = tuning.read_tiles or (4 if packed else 1)
+    several = next(n for n in range(min(several, tiles), 0, -1) if tiles % n == 0)
+    arguments = {
+        **_copied(pool, words=True),
+        **_stored(pool),
+        "d_buffer": pool.d_buffer,
+        "v_buffer": pool.v_buffer,
+        "positions": plan.positions,
+        "slots": plan.slots,
+        "origin": _origin(pool),
+        **{name: value for name, value in _token(inputs).items() if name != "log_decay"},
+        **{name: value for name, value in scratch._asdict().items() if name != "largest"},
+        "output": output,
+    }
+    constants = {
+        **_sizes(pool),
+        **_window_sizes(pool),
+        **_views(pool),
+        "R": rows,
+        "TILES": several,
+        "STAGES": tuning.read_stages,
+        "SIZE": _power_below(shape.key_dim),
+        "WIDTH": LANE_COLUMNS,
+    }
+    programs = output.shape[0] * (shape.heads // shared) * (tiles // several)
+    return Launch(read_kernel, programs, arguments, constants, _options(1, tuning.read_registers))
+
+
+def by_product(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> bool:
+    """Whether a fold is done by matrix products: bfloat16 windows and tokens, one decay a head, an FP32 checkpoint."""
+    policy, key_dim = pool.policy, pool.shape.key_dim
+    rest = key_dim - _power_from(key_dim) // 2
+    return (
+        tuning.product
+        and not _by_key(pool)
+        and 1 < policy.window <= PRODUCT_WINDOW
+        and policy.checkpoint.name == "fp32"
+        and (policy.read_copy is None or policy.options.flush_read == "exact")
+        and pool.k_buffer is not None
+        and pool.k_buffer.dtype == inputs.k.dtype == torch.bfloat16
+        and rest == _power_below(rest)
+    )
+
+
+def _fold_rows(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
+    product = by_product(pool, inputs, tuning)
+    return tuning.fold_rows or (_dividing(pool.shape.value_dim, 64) if product else 16)
+
+
+def _by_key(pool: LayerPool) -> bool:
+    return pool.family == "kimi_delta"
+
+
+def _held(pool: LayerPool) -> int:
+    """Positions of a window's records and the token in a tile."""
+    return _power_from(max(PRODUCT_WINDOW, pool.policy.window))
+
+
+def _origin(pool: LayerPool) -> Tensor | None:
+    """Windows move along the ring where there is room for drafts, and nowhere else."""
+    plain = _power_from(max(pool.policy.window - 1, 1))
+    return pool.counters.origin if pool.records > plain else None
+
+
+def _stored(pool: LayerPool) -> dict[str, Any]:
+    return {"checkpoint": pool.checkpoint, "checkpoint_scales": pool.checkpoint_scales}
+
+
+def _copied(pool: LayerPool, *, words: bool) -> dict[str, Any]:
+    codes = pool.copy_codes
+    if words and codes is not None:
+        codes = codes.view(torch.int32)
+    return {"codes": codes, "scales": pool.copy_scales, "global_scale": pool.copy_global_scale}
+
+
+def _token(inputs: StepInputs) -> dict[str, Any]:
+    return {name: getattr(inputs, name) for name in ("q", "k", "v", "log_decay", "beta")}
+
+
+def _random(pool: LayerPool) -> dict[str, Any]:
+    """What names the checkpoint's random words."""
+    counters = pool.counters
+    return {
+        "store_numbers": counters.store_numbers,
+        "sequence_ids": counters.sequence_ids,
+        "seed": counters.seed,
+        "stream": 4 * pool.layer + CHECKPOINT_PART,
+    }
+
+
+def _sizes(pool: LayerPool) -> dict[str, Any]:
     shape = pool.shape
-    if pool.policy.window > LARGEST_WINDOW:
-        return f"a window of at most {LARGEST_WINDOW}"
-    if pool.policy.options.flush != "full":
-        return "flush=full"
-    if shape.value_dim % 16:
-        return "a value dim in whole tiles of 16"
-    if shape.key_dim % 4 or shape.key_dim < 16:
-        return "a key dim in whole runs of 4, at least 16"
-    rest = shape.key_dim - _power_below(shape.key_dim)
-    packed = pool.policy.read_copy is not None and pool.policy.read_copy.name == "nvfp4"
-    if packed and rest and rest != _power_below(rest):
-        return "a key dim that is a power of two, or the sum of two"
-    return None
-
-
-def launches(
-    pool: LayerPool,
-    inputs: StepInputs,
-    plan: StepPlan,
-    output: Tensor,
-    *,
-    read_rows: int = 0,
-    read_tiles: int = 0,
-    read_stages: int = 1,
-    fold_rows: int = 16,
-    fold_warps: int = 1,
-    folds: int = 0,
-) -> list[Launch]:
-    """What one token of one layer runs, in order.  The numbers are for tuning; 0 is the default of the shape."""
-    shape, policy, counters = pool.shape, pool.policy, pool.counters
-    batch = len(plan.slots)
-    if batch == 0:
-        return []
-    shared = {
+    return {
         "H": shape.heads,
         "G": shape.key_heads,
         "V": shape.value_dim,
         "K": shape.key_dim,
         "KP": _power_from(shape.key_dim),
         "INNER": inner_of(pool.checkpoint.element_size(), shape.key_dim),
-        "STORE": store_of(policy.checkpoint),
-        "OUT": _ELEMENTS[output.dtype],
+        "STORE": store_of(pool.policy.checkpoint),
         "NATIVE": not target.interpreting(),
     }
-    by_key = pool.family == "kimi_delta"
-    token = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "log_decay": inputs.log_decay, "beta": inputs.beta}
-    random = {
-        "store_numbers": counters.store_numbers,
-        "sequence_ids": counters.sequence_ids,
-        "seed": counters.seed,
-        "stream": 4 * pool.layer,
+
+
+def _window_sizes(pool: LayerPool) -> dict[str, int]:
+    return {"L": pool.policy.window, "J": _held(pool), "RING": max(pool.records, 1)}
+
+
+def _views(pool: LayerPool) -> dict[str, Any]:
+    copy, options = pool.policy.read_copy, pool.policy.options
+    return {
+        "COPY": None if copy is None else copy.name,
+        "COPY_ELEMENT": None if copy is None else copy.element,
+        "KEY_COPY": copy is not None and options.key_read == "copy",
     }
-    stored = {"checkpoint": pool.checkpoint, "checkpoint_scales": pool.checkpoint_scales}
-    if policy.window == 1 and policy.read_copy is None:
-        grid = (batch * shape.heads * (shape.value_dim // fold_rows),)
-        arguments = {**stored, "slots": plan.slots, **token, "output": output, **random}
-        constants = {**shared, "R": fold_rows, "BY_KEY": by_key, "ROUNDS": ROUNDS}
-        return [Launch(step_kernel, grid, arguments, constants, {"num_warps": fold_warps})]
-
-    held = _power_from(max(16, policy.window))
-    window = {"L": policy.window, "J": held, "RING": max(pool.records, 1)}
-    copy = None if policy.read_copy is None else policy.read_copy.name
-    copied = {"codes": pool.copy_codes, "scales": pool.copy_scales, "global_scale": pool.copy_global_scale}
-    reading = {
-        "COPY": copy,
-        "COPY_ELEMENT": None if policy.read_copy is None else policy.read_copy.element,
-        "KEY_COPY": copy is not None and policy.options.key_read == "copy",
-    }
-    # Drafts behind a cursor move a window's origin, and nothing else does.
-    origin = counters.origin if pool.records > _power_from(max(policy.window - 1, 1)) else None
-    empty = {"dtype": torch.float32, "device": pool.device}
-    coefficients = torch.empty((batch, shape.heads, 2, held), **empty)
-    decays = None if by_key else torch.empty((batch, shape.heads), **empty)
-    vectors = torch.empty((batch, shape.heads, 2, shape.key_dim), **empty) if by_key else None
-    bfloat = torch.bfloat16
-    product = (
-        not by_key
-        and pool.raw
-        and held == 16
-        and policy.options.flush_read == "exact"
-        and pool.k_buffer is not None
-        and pool.k_buffer.dtype == inputs.k.dtype == bfloat
-        and policy.checkpoint.name == "fp32"
-        and shape.value_dim % fold_rows == 0
-    )
-    parts = _power_from(shape.value_dim // fold_rows)
-    largest = None if copy is None else torch.empty((batch, shape.heads, parts), **empty)
-    made = {"coefficients": coefficients, "decays": decays, "vectors": vectors}
-
-    tiles = batch * shape.heads * (shape.value_dim // fold_rows)
-    folds = folds or min(tiles, 16 if target.interpreting() else FOLD_PROGRAMS)
-    windows = batch * (shape.heads if by_key else shape.key_heads) if policy.window > 1 else 0
-    fold = Launch(
-        window_fold_kernel,
-        (folds + windows,),
-        {
-            "positions": plan.positions,
-            "slots": plan.slots,
-            "flush_rows": plan.flush_rows,
-            "flush_count": plan.flush_count,
-            "origin": origin,
-            **copied,
-            **stored,
-            "k_buffer": pool.k_buffer,
-            "d_buffer": pool.d_buffer,
-            "v_buffer": pool.v_buffer,
-            "beta_buffer": pool.beta_buffer,
-            "log_decay_buffer": pool.log_decay_buffer,
-            **token,
-            "output": output,
-            **made,
-            "largest": largest,
-            **random,
-            "folds": folds,
-        },
-        {
-            **shared,
-            **window,
-            **reading,
-            "R": fold_rows,
-            "PARTS": parts,
-            "HEADS": _power_from(shape.heads // shape.key_heads),
-            "BY_KEY": by_key,
-            "OUTPUT_COPY": copy is not None and policy.options.flush_read == "copy",
-            "ELEMENT": None if pool.k_buffer is None else _ELEMENTS[pool.k_buffer.dtype],
-            "ROUNDS": ROUNDS,
-            "PRODUCT": product,
-            "LEVELS": held.bit_length() - 1,
-            "WARPS": fold_warps,
-        },
-        {"num_warps": fold_warps},
-    )
-    if policy.window == 1:
-        return [fold]
-
-    packed = copy == "nvfp4"
-    most = read_rows or (64 if packed and reading["KEY_COPY"] else 16)
-    rows = next(r for r in (64, 32, 16) if r <= most and shape.value_dim % r == 0)
-    unit_tiles = (1 if by_key else shape.heads // shape.key_heads) * (shape.value_dim // rows)
-    several = read_tiles or (4 if packed else 1)
-    several = next(n for n in range(min(several, unit_tiles), 0, -1) if unit_tiles % n == 0)
-    codes = pool.copy_codes
-    read = Launch(
-        read_kernel,
-        (batch * (shape.heads if by_key else shape.key_heads) * (unit_tiles // several),),
-        {
-            **copied,
-            "codes": codes.view(torch.int32) if packed and codes is not None else codes,
-            **stored,
-            "d_buffer": pool.d_buffer,
-            "v_buffer": pool.v_buffer,
-            "positions": plan.positions,
-            "slots": plan.slots,
-            "origin": origin,
-            **{name: value for name, value in token.items() if name != "log_decay"},
-            **made,
-            "output": output,
-        },
-        {
-            **shared,
-            **window,
-            **reading,
-            "R": rows,
-            "TILES": several,
-            "STAGES": read_stages,
-            "SIZE": _power_below(shape.key_dim),
-            "WIDTH": WIDTH,
-            "ELEMENT": _ELEMENTS[pool.d_buffer.dtype] if pool.d_buffer is not None else None,
-        },
-        {"num_warps": 1},
-    )
-    return [fold, read]
 
 
-FOLD_PROGRAMS = 2112
-"""Sixteen on each of the 132 multiprocessors of an H200."""
+def _options(warps: int, registers: int | None) -> dict[str, int]:
+    limited = {} if registers is None or target.interpreting() else {"maxnreg": registers}
+    return {"num_warps": warps, **limited}
+
+
+def _dividing(value_dim: int, most: int) -> int:
+    """The largest power of two up to ``most`` that divides ``value_dim``."""
+    return min(most, value_dim & -value_dim)
 
 
 def _power_from(number: int) -> int:

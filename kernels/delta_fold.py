@@ -15,20 +15,9 @@ its rows in ``largest``, and ``copies`` encodes in a launch of its own.
 import triton
 import triton.language as tl
 
+from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.decode import widened
-from quantlab.kernels.delta_product import (
-    exact_product,
-    from_rows,
-    inverse,
-    key_of_place,
-    keys_of_window,
-    lane_offsets,
-    to_rows,
-    wide_product,
-    window_decays,
-    window_strengths,
-    window_values,
-)
+from quantlab.kernels.delta_product import product_tile
 from quantlab.kernels.delta_read import record_sums
 from quantlab.kernels.delta_tiles import (
     by_row,
@@ -46,10 +35,8 @@ from quantlab.kernels.delta_window import (
     entries,
     head_coefficients,
     head_window,
-    narrowed,
     ring_place,
 )
-from quantlab.kernels.packed import add_product
 
 
 @triton.jit
@@ -64,9 +51,10 @@ def step_decay(log_decay, head, column, K: tl.constexpr, BY_KEY: tl.constexpr):
 
 @triton.jit
 def step_kernel(
-    checkpoint, checkpoint_scales, slots, q, k, v, log_decay, beta, output, store_numbers, sequence_ids, seed, stream,
+    checkpoint, checkpoint_scales, positions, slots, q, k, v, log_decay, beta, output, store_numbers, sequence_ids,
+    seed, stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
-    INNER: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr, OUT: tl.constexpr, NATIVE: tl.constexpr,
+    INNER: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr, NATIVE: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """One token of every row, R value rows of a head a program; the output is read before rounding.
@@ -76,9 +64,9 @@ def step_kernel(
     TILES: tl.constexpr = V // R
     pid = tl.program_id(0)
     b, h, tile = pid // (H * TILES), (pid // TILES) % H, pid % TILES
-    slot = tl.load(slots + b).to(tl.int64)
-    if slot < 0:
+    if tl.load(positions + b) < 0:
         return
+    slot = tl.load(slots + b).to(tl.int64)
     g = h // (H // G)
     r, column = tile_rows(R), tile_columns(KP, INNER)
     first_row = h * V + tile * R
@@ -92,7 +80,7 @@ def step_kernel(
     d = strength * (value - row_sums(state * key))
     state += by_row(d) * key
     result = row_sums(state * query)
-    tl.store(output + b * (H * V) + row, narrowed(result, OUT, NATIVE, output.dtype.element_ty))
+    tl.store(output + b * (H * V) + row, narrowed(result, output.dtype.element_ty))
     words = None
     if STORE.stochastic:
         words = row_words(
@@ -107,9 +95,9 @@ def fold_tile(
     v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest, store_numbers, sequence_ids,
     seed, stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
-    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, INNER: tl.constexpr,
+    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
     STORE: tl.constexpr, COPY: tl.constexpr, COPY_ELEMENT: tl.constexpr, BY_KEY: tl.constexpr,
-    KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr, OUT: tl.constexpr, NATIVE: tl.constexpr,
+    KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr, NATIVE: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Tile ``item`` of the flushing rows: fold, output, round, store, and the largest stored magnitude.
@@ -220,7 +208,7 @@ def fold_tile(
         result = viewed_output
     else:
         result = row_sums(state * query)
-    tl.store(output + b * (H * V) + row, narrowed(result, OUT, NATIVE, output.dtype.element_ty))
+    tl.store(output + b * (H * V) + row, narrowed(result, output.dtype.element_ty))
     words = None
     if STORE.stochastic:
         words = row_words(
@@ -228,65 +216,7 @@ def fold_tile(
         )
     most = store_tile(state, checkpoint, checkpoint_scales, first, r, words, K, KP, INNER, STORE)
     if largest is not None:
-        tl.store(largest + (i * H + h) * PARTS + tile, most)
-        if (PARTS > TILES) & (tile == 0):
-            part = tl.arange(0, PARTS)
-            tl.store(largest + (i * H + h) * PARTS + part, tl.zeros((PARTS,), tl.float32), mask=part >= TILES)
-
-
-@triton.jit
-def product_tile(
-    item, flush_rows, slots, origin, checkpoint, checkpoint_scales, k_buffer, d_buffer, v_buffer, beta_buffer,
-    log_decay_buffer, q, k, v, log_decay, beta, output, largest, store_numbers, sequence_ids, seed, stream,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
-    J: tl.constexpr, LEVELS: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, WARPS: tl.constexpr,
-    PARTS: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, NATIVE: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
-    """``fold_tile`` by the products of ``delta_product``, for windows whose d are derived again from the checkpoint.
-
-    The key dim comes in two parts, so that the bfloat16 of only one are in registers at a time.
-    """
-    TILES: tl.constexpr = V // R
-    ONE: tl.constexpr = KP // 2
-    TWO: tl.constexpr = K - ONE
-    i, h, tile = item // (H * TILES), (item // TILES) % H, item % TILES
-    b = tl.load(flush_rows + i)
-    slot = tl.load(slots + b).to(tl.int64)
-    g, head = h // (H // G), slot * H + h
-    at_one = checkpoint + (head * V + tile * R) * K + lane_offsets(R, K, ONE, WARPS)
-    at_two = checkpoint + (head * V + tile * R) * K + ONE + lane_offsets(R, K, TWO, WARPS)
-    one, two = to_rows(tl.load(at_one), R, ONE, WARPS), to_rows(tl.load(at_two), R, TWO, WARPS)
-    values = window_values(v_buffer, origin, slot, b, h, tile * R, v, H, V, L, J, R, RING)
-    keys_one = keys_of_window(k_buffer, origin, slot, b, g, k, 0, ONE, G, K, L, J, RING)
-    keys_two = keys_of_window(k_buffer, origin, slot, b, g, k, ONE, TWO, G, K, L, J, RING)
-    strength = window_strengths(beta_buffer, origin, slot, b, h, beta, H, L, J, RING)
-    gamma, between, weight, whole = window_decays(
-        log_decay_buffer, origin, slot, b, h, log_decay, H, L, J, RING
-    )
-
-    scores = add_product(keys_one, tl.trans(keys_one), None, NATIVE)
-    scores = add_product(keys_two, tl.trans(keys_two), scores, NATIVE)
-    solved = inverse(scores * between * strength[:, None], J, LEVELS, NATIVE)
-    predicted = exact_product(one, tl.trans(keys_one), None, NATIVE)
-    predicted = exact_product(two, tl.trans(keys_two), predicted, NATIVE)
-    right = (values - predicted * gamma[None, :]) * strength[None, :]
-    deltas = wide_product(right, tl.trans(solved), NATIVE) * weight[None, :]
-    one = one * whole + exact_product(deltas, keys_one, None, NATIVE)
-    two = two * whole + exact_product(deltas, keys_two, None, NATIVE)
-    query_at = q + (b * G + g) * K
-    query_one = widened(tl.load(query_at + key_of_place(tl.arange(0, ONE))))
-    query_two = widened(tl.load(query_at + ONE + key_of_place(tl.arange(0, TWO))))
-    result = tl.sum(one * query_one[None, :], 1) + tl.sum(two * query_two[None, :], 1)
-    row = h * V + tile * R + tl.arange(0, R)
-    tl.store(output + b * (H * V) + row, narrowed(result, OUT, NATIVE, output.dtype.element_ty))
-    tl.store(at_one, from_rows(one, R, ONE, WARPS))
-    tl.store(at_two, from_rows(two, R, TWO, WARPS))
-    if largest is not None:
-        most = tl.max(tl.maximum(tl.max(tl.abs(one), 1), tl.max(tl.abs(two), 1)), 0)
-        tl.store(largest + (i * H + h) * PARTS + tile, most)
-        if (PARTS > TILES) & (tile == 0):
-            part = tl.arange(0, PARTS)
-            tl.store(largest + (i * H + h) * PARTS + part, tl.zeros((PARTS,), tl.float32), mask=part >= TILES)
+        tl.store(largest + item, most)
 
 
 @triton.jit
@@ -295,14 +225,14 @@ def window_fold_kernel(
     k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, coefficients, decays,
     vectors, largest, store_numbers, sequence_ids, seed, stream, folds,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
-    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, INNER: tl.constexpr,
+    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
     HEADS: tl.constexpr, STORE: tl.constexpr, COPY: tl.constexpr, COPY_ELEMENT: tl.constexpr, BY_KEY: tl.constexpr,
-    KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr, ELEMENT: tl.constexpr, OUT: tl.constexpr,
+    KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr,
     NATIVE: tl.constexpr, ROUNDS: tl.constexpr, PRODUCT: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """The first ``folds`` programs share the tiles of the rows that flush; the others prepare the windows of the rest.
 
-    largest: float32 (B, H, PARTS), PARTS a power of two >= V / R, at the number of the flush; None without a copy.
+    largest: float32 (B, H, V / R), at the number of the flush; None without a copy.
     """
     pid = tl.program_id(0)
     if pid < folds:
@@ -310,26 +240,25 @@ def window_fold_kernel(
         for item in tl.range(pid, total, folds, num_stages=1, disable_licm=True):
             if PRODUCT:
                 product_tile(
-                item, flush_rows, slots, origin, checkpoint, checkpoint_scales, k_buffer, d_buffer, v_buffer,
-                beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest, store_numbers, sequence_ids,
-                seed, stream,
-                H, G, V, K, KP, L, J, LEVELS, RING, R, WARPS, PARTS, STORE, OUT, NATIVE, ROUNDS,
-            )  # fmt: skip
+                    item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, k_buffer, d_buffer,
+                    v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest,
+                    H, G, V, K, KP, L, J, LEVELS, RING, R, WARPS, KEY_COPY, NATIVE,
+                )  # fmt: skip
             else:
                 fold_tile(
-                item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, checkpoint_scales, k_buffer,
-                d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest,
-                store_numbers, sequence_ids, seed, stream,
-                H, G, V, K, KP, L, J, RING, R, PARTS, INNER, STORE, COPY, COPY_ELEMENT, BY_KEY, KEY_COPY, OUTPUT_COPY,
-                OUT, NATIVE, ROUNDS,
-            )  # fmt: skip
+                    item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, checkpoint_scales,
+                    k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output,
+                    largest, store_numbers, sequence_ids, seed, stream,
+                    H, G, V, K, KP, L, J, RING, R, INNER, STORE, COPY, COPY_ELEMENT, BY_KEY, KEY_COPY,
+                    OUTPUT_COPY, NATIVE, ROUNDS,
+                )  # fmt: skip
     elif BY_KEY:
         channel_window(
             pid - folds, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
-            coefficients, vectors, H, G, K, KP, L, J, RING, ELEMENT, NATIVE,
+            coefficients, vectors, H, G, K, KP, L, J, RING,
         )  # fmt: skip
     else:
         head_window(
             pid - folds, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
-            coefficients, decays, H, G, K, KP, L, J, RING, HEADS, ELEMENT, NATIVE,
+            coefficients, decays, H, G, K, KP, L, J, RING, HEADS,
         )  # fmt: skip

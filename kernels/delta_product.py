@@ -27,9 +27,11 @@ neighbours of every 16 key dims, which stand for columns 2 t, 2 t + 1 of two til
 import triton
 import triton.language as tl
 
+from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.decode import widened
-from quantlab.kernels.delta_window import ring_place
-from quantlab.kernels.packed import add_product, three_parts
+from quantlab.kernels.delta_read import copy_operand, copy_vectors
+from quantlab.kernels.delta_window import column_sums, ring_place
+from quantlab.kernels.packed import COPY_UNIT, add_product, three_parts
 
 
 @triton.jit
@@ -134,34 +136,100 @@ def window_decays(
 
 
 @triton.jit
-def window_values(
-    v_buffer, origin, slot, b, h, first_row, v, H: tl.constexpr, V: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+def window_vectors(
+    buffer, origin, slot, h, first_row, H: tl.constexpr, V: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     R: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """v of a full window and the token in rows first_row + r of a head, (R, J) float32."""
+    """Records of v or d in rows first_row + r of a head, (R, J) float32; zeros from record L - 1 on."""
     r, j = tl.arange(0, R), tl.arange(0, J)
     row = (slot * H + h) * RING + ring_place(origin, slot, j, RING)
     at = row[None, :] * V + (first_row + r)[:, None]
-    values = widened(tl.load(v_buffer + at, mask=(j < L - 1)[None, :], other=0))
-    token = widened(tl.load(v + (b * H + h) * V + first_row + r))
-    return tl.where((j == L - 1)[None, :], token[:, None], values)
+    return widened(tl.load(buffer + at, mask=(j < L - 1)[None, :], other=0))
 
 
 @triton.jit
-def window_strengths(
-    beta_buffer,
-    origin,
-    slot,
-    b,
-    h,
-    beta,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    J: tl.constexpr,
-    RING: tl.constexpr,
+def copy_along_key(
+    words, scales, global_scale, head, first, key, K: tl.constexpr, R: tl.constexpr, NATIVE: tl.constexpr
 ):
-    """beta of a full window and the token, (J,)."""
-    j = tl.arange(0, J)
-    at = (slot * H + h) * RING + ring_place(origin, slot, j, RING)
-    strength = tl.load(beta_buffer + at, mask=j < L - 1, other=0)
-    return tl.where(j == L - 1, widened(tl.load(beta + b * H + h)), strength)
+    """(NVFP4 copy) k in rows first + r of all rows, (R,); key: bfloat16."""
+    REST: tl.constexpr = K & (K - 1) and K & -K
+    SIZE: tl.constexpr = K - REST
+    r = tl.arange(0, R)
+    left = copy_operand(words, scales, first, r, 0, SIZE, K, R, 8, NATIVE)
+    total = add_product(left, copy_vectors(key, key, 0, SIZE, 1, 8), None, NATIVE)
+    if REST > 0:
+        left = copy_operand(words, scales, first, r, SIZE, REST, K, R, 8, NATIVE)
+        total = add_product(left, copy_vectors(key, key, SIZE, REST, 1, 8), total, NATIVE)
+    along_key, _ = column_sums(total)
+    return along_key * (tl.load(global_scale + head) * COPY_UNIT)
+
+
+@triton.jit
+def product_tile(
+    item, flush_rows, slots, origin, words, scales, global_scale, checkpoint, k_buffer, d_buffer, v_buffer,
+    beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
+    J: tl.constexpr, LEVELS: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, WARPS: tl.constexpr,
+    KEY_COPY: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Tile ``item`` of the flushing rows: fold, output, store in float32, and the largest stored magnitude.
+
+    d are derived again where there is a v_buffer; without one only the token's is missing, whose S' k comes from the
+    NVFP4 copy with KEY_COPY.  The key dim comes in two parts, so that the bfloat16 of only one are in registers at a
+    time.
+    """
+    TILES: tl.constexpr = V // R
+    ONE: tl.constexpr = KP // 2
+    TWO: tl.constexpr = K - ONE
+    i, h, tile = item // (H * TILES), (item // TILES) % H, item % TILES
+    b = tl.load(flush_rows + i)
+    slot = tl.load(slots + b).to(tl.int64)
+    g, head, j = h // (H // G), slot * H + h, tl.arange(0, J)
+    first = head * V + tile * R
+    at_one = checkpoint + first * K + lane_offsets(R, K, ONE, WARPS)
+    at_two = checkpoint + first * K + ONE + lane_offsets(R, K, TWO, WARPS)
+    one, two = to_rows(tl.load(at_one), R, ONE, WARPS), to_rows(tl.load(at_two), R, TWO, WARPS)
+    row = h * V + tile * R + tl.arange(0, R)
+    value, strength = widened(tl.load(v + b * (H * V) + row)), widened(tl.load(beta + b * H + h))
+    keys_one = keys_of_window(k_buffer, origin, slot, b, g, k, 0, ONE, G, K, L, J, RING)
+    keys_two = keys_of_window(k_buffer, origin, slot, b, g, k, ONE, TWO, G, K, L, J, RING)
+    gamma, between, weight, whole = window_decays(
+        log_decay_buffer, origin, slot, b, h, log_decay, H, L, J, RING
+    )
+
+    scores = add_product(keys_one, tl.trans(keys_one), None, NATIVE)
+    scores = add_product(keys_two, tl.trans(keys_two), scores, NATIVE) * between
+    if v_buffer is not None or not KEY_COPY:
+        predicted = exact_product(one, tl.trans(keys_one), None, NATIVE)
+        predicted = exact_product(two, tl.trans(keys_two), predicted, NATIVE) * gamma[None, :]
+    last = j == L - 1
+    if v_buffer is not None:
+        values = window_vectors(v_buffer, origin, slot, h, tile * R, H, V, L, J, R, RING)
+        values = tl.where(last[None, :], value[:, None], values)
+        at = head * RING + ring_place(origin, slot, j, RING)
+        strengths = tl.where(last, strength, tl.load(beta_buffer + at, mask=j < L - 1, other=0))
+        solved = inverse(scores * strengths[:, None], J, LEVELS, NATIVE)
+        deltas = wide_product((values - predicted) * strengths[None, :], tl.trans(solved), NATIVE)
+    else:
+        deltas = window_vectors(d_buffer, origin, slot, h, tile * R, H, V, L, J, R, RING)
+        if KEY_COPY:
+            key = k + (b * G + g) * K
+            along_key = copy_along_key(words, scales, global_scale, head, first, key, K, R, NATIVE) * whole
+        else:
+            along_key = tl.sum(tl.where(last[None, :], predicted, 0.0), 1)
+        from_key = tl.sum(tl.where(last[:, None], scores, 0.0), 0)
+        along_key += tl.sum(deltas * from_key[None, :], 1)
+        deltas = tl.where(last[None, :], (strength * (value - along_key))[:, None], deltas)
+    deltas *= weight[None, :]
+    one = one * whole + exact_product(deltas, keys_one, None, NATIVE)
+    two = two * whole + exact_product(deltas, keys_two, None, NATIVE)
+    query = q + (b * G + g) * K
+    query_one = widened(tl.load(query + key_of_place(tl.arange(0, ONE))))
+    query_two = widened(tl.load(query + ONE + key_of_place(tl.arange(0, TWO))))
+    result = tl.sum(one * query_one[None, :], 1) + tl.sum(two * query_two[None, :], 1)
+    tl.store(output + b * (H * V) + row, narrowed(result, output.dtype.element_ty))
+    tl.store(at_one, from_rows(one, R, ONE, WARPS))
+    tl.store(at_two, from_rows(two, R, TWO, WARPS))
+    if largest is not None:
+        most = tl.max(tl.maximum(tl.max(tl.abs(one), 1), tl.max(tl.abs(two), 1)), 0)
+        tl.store(largest + item, most)

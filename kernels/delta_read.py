@@ -14,6 +14,7 @@ takes what an NVFP4 code is, exactly; of anything else as sums of float32 produc
 import triton
 import triton.language as tl
 
+from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.decode import widened
 from quantlab.kernels.delta_tiles import copy_tile, dense_tile, row_sums, tile_columns, tile_rows
 from quantlab.kernels.delta_window import (
@@ -21,7 +22,6 @@ from quantlab.kernels.delta_window import (
     coefficient_columns,
     column_sums,
     entries,
-    narrowed,
     ring_place,
 )
 from quantlab.kernels.packed import COPY_UNIT, add_product, key_of_column, operand
@@ -89,7 +89,7 @@ def read_kernel(
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, STORE: tl.constexpr, COPY: tl.constexpr,
-    COPY_ELEMENT: tl.constexpr, KEY_COPY: tl.constexpr, ELEMENT: tl.constexpr, OUT: tl.constexpr,
+    COPY_ELEMENT: tl.constexpr, KEY_COPY: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Rows that do not flush: output (B, H, V), and d (and v) behind the window.
@@ -97,7 +97,6 @@ def read_kernel(
     A program takes TILES tiles of R value rows of one key head, or of one head where the decay is one of key channels
     (``vectors`` (B, H, 2, K) instead of ``decays`` (B, H)).  COPY: name of the copy's format, None without one; codes
     are int32 words for nvfp4.  SIZE: the largest power of two in K.  KEY_COPY: whether the copy serves S k, too.
-    ELEMENT, OUT: of the buffers and of ``output``.
     """
     SHARED: tl.constexpr = H // G if vectors is None else 1
     PER_HEAD: tl.constexpr = V // R
@@ -169,8 +168,8 @@ def read_kernel(
                 along_query += flat_rows(state * query) * whole
         d = strength * (value - along_key)
         result = along_query + d * own
-        tl.store(output + at, narrowed(result, OUT, NATIVE, output.dtype.element_ty))
+        tl.store(output + at, narrowed(result, output.dtype.element_ty))
         record = (head * RING + place) * V + first_row + r
-        tl.store(d_buffer + record, narrowed(d, ELEMENT, NATIVE, d_buffer.dtype.element_ty))
+        tl.store(d_buffer + record, narrowed(d, d_buffer.dtype.element_ty))
         if v_buffer is not None:
-            tl.store(v_buffer + record, narrowed(value, ELEMENT, NATIVE, v_buffer.dtype.element_ty))
+            tl.store(v_buffer + record, narrowed(value, v_buffer.dtype.element_ty))

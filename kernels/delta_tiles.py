@@ -14,12 +14,9 @@ shared vector.  Numbers of rows are (R / 8, 8).
 import triton
 import triton.language as tl
 
-from quantlab.formats.table import FLOAT_ELEMENTS
 from quantlab.kernels.checkpoints import rounded_tile
 from quantlab.kernels.decode import e4m3, e8m0, element_value, widened
 from quantlab.kernels.random import element_words
-
-E2M1: tl.constexpr = tl.constexpr(FLOAT_ELEMENTS["e2m1"])
 
 
 def inner_of(itemsize: int, key_dim: int) -> int:

@@ -19,20 +19,8 @@ J >= 16 a power of two >= L.  Shapes are those of ``quantlab.schemes.pool``.
 import triton
 import triton.language as tl
 
+from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.decode import widened
-from quantlab.kernels.rounding import encode
-
-
-@triton.jit
-def narrowed(x, ELEMENT: tl.constexpr, NATIVE: tl.constexpr, dtype: tl.constexpr):
-    """float32 x rounded to nearest in ``dtype``, whose row of the formats' table is ELEMENT (None for float32)."""
-    if ELEMENT is None:
-        value = x
-    elif NATIVE:
-        value = x.to(dtype)
-    else:
-        value = encode(x, None, ELEMENT, "nearest", 32).to(tl.uint16).to(dtype, bitcast=True)
-    return value
 
 
 @triton.jit
@@ -147,12 +135,12 @@ def channel_coefficients(
 def head_window(
     program, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta, coefficients,
     decays, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
-    RING: tl.constexpr, HEADS: tl.constexpr, ELEMENT: tl.constexpr, NATIVE: tl.constexpr,
+    RING: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Program of one key head of a row that does not flush: ``coefficients`` (B, H, 2, J) and ``decays`` (B, H) of its
     heads; key, log decay and beta go behind the window.
 
-    HEADS: a power of two >= H / G.  ELEMENT: of the key buffer.
+    HEADS: a power of two >= H / G.
     """
     b, g = program // G, program % G
     n = tl.load(positions + b)
@@ -190,14 +178,14 @@ def head_window(
         if beta_buffer is not None:
             strength = widened(tl.load(beta + b * H + h, mask=inside, other=0))
             tl.store(beta_buffer + gate_at, strength, mask=inside)
-        append_key(k_buffer, k, b, slot, g, place, G, K, KP, RING, ELEMENT, NATIVE)
+        append_key(k_buffer, k, b, slot, g, place, G, K, KP, RING)
 
 
 @triton.jit
 def channel_window(
     program, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta, coefficients,
     vectors, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
-    RING: tl.constexpr, ELEMENT: tl.constexpr, NATIVE: tl.constexpr,
+    RING: tl.constexpr,
 ):  # fmt: skip
     """Program of one head of a row that does not flush: ``coefficients`` (B, H, 2, J), and in ``vectors`` (B, H, 2, K)
     the decayed key and query; the record's parts as in ``head_window``.
@@ -222,18 +210,17 @@ def channel_window(
         if beta_buffer is not None:
             tl.store(beta_buffer + gate_at, widened(tl.load(beta + b * H + h)))
         if h % (H // G) == 0:
-            append_key(k_buffer, k, b, slot, g, place, G, K, KP, RING, ELEMENT, NATIVE)
+            append_key(k_buffer, k, b, slot, g, place, G, K, KP, RING)
 
 
 @triton.jit
 def append_key(
     k_buffer, k, b, slot, g, place, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RING: tl.constexpr,
-    ELEMENT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, KP)
     key = entries(k + (b * G + g) * K, column, K)
     at = k_buffer + ((slot * G + g) * RING + place) * K + column
-    tl.store(at, narrowed(key, ELEMENT, NATIVE, k_buffer.dtype.element_ty), mask=column < K)
+    tl.store(at, narrowed(key, k_buffer.dtype.element_ty), mask=column < K)
 
 
 @triton.jit
