@@ -14,17 +14,17 @@ from quantlab.kernels.scales import float_scale
 @triton.jit
 def encode_nvfp4_kernel(
     rows, count, slots, largest, checkpoint, checkpoint_scales, words, scales, global_scale,
-    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, HELD: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
     WIDTH: tl.constexpr, STORE: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """rows (B,): batch rows, ``count`` of them.  largest (B, H, PARTS): of |checkpoint| of parts of each head.
 
-    HELD: a power of two >= PARTS.  WIDTH: values that make 16 bytes of the checkpoint, 4 to 16.  P and N, a power of two,
-    may be any other shape of the same matrix if the checkpoint has no row scales.
+    LANES: a power of two >= PARTS.  WIDTH: values that make 16 bytes of the checkpoint, 4 to 16.  Without row scales P
+    and N, a power of two, may be another shape of the same matrix.
     """
     TILES: tl.constexpr = P // R
     total = tl.load(count) * (H * TILES)
-    block, part, r = tl.arange(0, N // 16), tl.arange(0, HELD), tl.arange(0, R)
+    block, part, r = tl.arange(0, N // 16), tl.arange(0, LANES), tl.arange(0, R)
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         i, h, first = item // (H * TILES), (item // TILES) % H, (item % TILES) * R
         slot = tl.load(slots + tl.load(rows + i)).to(tl.int64)
@@ -36,8 +36,9 @@ def encode_nvfp4_kernel(
         else:
             row_scales = tl.load(checkpoint_scales + head * P + row)
             values = element_value(values, STORE.element) * row_scales[None, :, None, None]
-        most = tl.load(largest + (i * H + h) * PARTS + part, mask=part < PARTS, other=0)
-        shared, _ = float_scale(tl.max(most, 0), 1.0, GLOBAL)
+        largest_at = largest + (i * H + h) * PARTS + part
+        amax = tl.max(tl.load(largest_at, mask=part < PARTS, other=0), 0)
+        shared, _ = float_scale(amax, 1.0, GLOBAL)
         if first == 0:
             tl.store(global_scale + head, shared)
         codes, scale = encode_blocks(values, shared, BLOCK, ASM)

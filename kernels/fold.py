@@ -10,12 +10,25 @@ number first, so each program leaves that of its rows in ``largest``, and ``copi
 import triton
 import triton.language as tl
 
-from quantlab.kernels.decode import widened
-from quantlab.kernels.arithmetic import INTERPRETED
+from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.checkpoints import decoded_tile, rounded_tile
-from quantlab.kernels.mamba2 import record_decays
-from quantlab.kernels.packed import add_product, prefetch, three_parts
+from quantlab.kernels.decode import widened
+from quantlab.kernels.packed import product, three_parts
 from quantlab.kernels.random import element_words
+
+
+@triton.jit
+def record_decays(gates_at, current, j, n):
+    """What each record has decayed by, 1 for the current token at j = n, 0 behind it; and the whole window.
+
+    The decay since a record is summed over the later records themselves: a difference of two totals cancels.
+    """
+    later = tl.load(gates_at + j + 1, mask=j + 1 < n, other=0)
+    later = tl.where(j + 1 == n, current, later)
+    weight = tl.where(j <= n, tl.exp(tl.cumsum(later, 0, reverse=True)), 0.0)
+    first = tl.where(n > 0, tl.load(gates_at), current)
+    whole = tl.sum(later, 0) + tl.where(n > 0, first, current)
+    return weight, tl.exp(whole)
 
 
 @triton.jit
@@ -23,7 +36,7 @@ def fold_kernel(
     flush_rows, flush_count, slots, checkpoint, checkpoint_scales, k_buffer, d_buffer, log_decays, q, k, d, log_decay,
     output, largest, store_numbers, sequence_ids, seed, stream,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, STORE: tl.constexpr, ROUNDS: tl.constexpr, AHEAD: tl.constexpr,
+    C: tl.constexpr, STORE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """C columns at a time; all of them (N) where a value row has a scale.
 
@@ -44,19 +57,12 @@ def fold_kernel(
         current = tl.load(log_decay + b * H + h).to(tl.float32)
         weight, whole = record_decays(log_decays + head * L, current, j, L - 1)
         token = widened(tl.load(d + (b * H + h) * P + first + r))
-        if AHEAD:
-            later = tl.minimum(item + tl.num_programs(0), total - 1)
-            i2, h2, first2 = later // (H * TILES), (later // TILES) % H, (later % TILES) * R
-            slot2 = tl.load(slots + tl.load(flush_rows + i2)).to(tl.int64)
-            LINE: tl.constexpr = 1024 // checkpoint.dtype.element_ty.primitive_bitwidth
-            line = tl.arange(0, R * N // LINE)
-            prefetch(checkpoint + ((slot2 * H + h2) * P + first2) * N + line * LINE)
-            prefetch(d_buffer + (slot2 * H + h2) * (L * P) + first2 + j * P)
         row_scales = None
         if checkpoint_scales is not None:
             row_scales = tl.load(checkpoint_scales + head * P + first + r)
         records = tl.load(records_at + (j[None, :] * P + r[:, None]), mask=(j < L - 1)[None, :], other=0)
-        high, middle, low = three_parts(widened(records) * weight[None, :])
+        weighted = widened(records) * weight[None, :]
+        high, middle, low = three_parts(weighted)
         result = tl.zeros((R,), tl.float32)
         most = 0.0
         for part in tl.range(N // C, disallow_acc_multi_buffer=True):
@@ -66,16 +72,20 @@ def fold_kernel(
             token_key = widened(tl.load(k + (b * G + g) * N + column))
             query = widened(tl.load(q + (b * G + g) * N + column))
             keys = tl.load(keys_at + (j[:, None] * N + column[None, :]), mask=(j < L - 1)[:, None], other=0)
-            keys = keys.to(tl.bfloat16)
-            window = add_product(low, keys, None, not INTERPRETED)
-            window = add_product(middle, keys, window, not INTERPRETED)
-            window = add_product(high, keys, window, not INTERPRETED)
+            if k_buffer.dtype.element_ty == tl.bfloat16:
+                window = product(low, keys, None)
+                window = product(middle, keys, window)
+                window = product(high, keys, window)
+            else:
+                window = tl.dot(weighted, widened(keys), input_precision="ieee")
             folded = decoded_tile(codes, row_scales, STORE) * whole + window
             folded += token[:, None] * token_key[None, :]
             random = None
             if STORE.stochastic:
-                counter = (h * P + first + r)[:, None] * (N // 4) + (part * (C // 4) + tl.arange(0, C // 4))[None, :]
-                number = tl.load(store_numbers + slot).to(tl.uint32)
+                counter = (h * P + first + r)[:, None] * (N // 4) + (part * (C // 4) + tl.arange(0, C // 4))[
+                    None, :
+                ]
+                number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
                 sequence = tl.load(sequence_ids + slot).to(tl.uint32)
                 random = element_words(
                     counter.to(tl.uint32), number, sequence, stream.to(tl.uint32), tl.load(seed), ROUNDS
@@ -86,6 +96,6 @@ def fold_kernel(
                 tl.store(checkpoint_scales + head * P + first + r, new_scales)
             result += tl.sum(folded * query[None, :], 1)
             most = tl.maximum(most, tl.max(tl.abs(stored)))
-        tl.store(output + (b * H + h) * P + first + r, result.to(output.dtype.element_ty))
+        tl.store(output + (b * H + h) * P + first + r, narrowed(result, output.dtype.element_ty))
         if largest is not None:
             tl.store(largest + (i * H + h) * TILES + first // R, most)

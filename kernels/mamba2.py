@@ -11,7 +11,7 @@ Layout (S slots, B rows of the batch; ``slots[b]`` is the row's slot, negative f
     cursor       (S,) int32              records in the window, 0 to L - 1; L - 1 makes this step a flush
     q, k (B, G, N);  d (B, H, P);  log_decay (B, H);  output (B, H, P)
 
-A layer's step is three launches: ``window`` and ``read`` for rows that do not flush, beside them ``flush`` for those
+A layer's step is ``window`` and ``read`` for rows that do not flush, and beside them ``fold`` and ``copies`` for those
 that do.  ``slots`` has what serves all layers before and after a step.
 """
 
@@ -25,35 +25,28 @@ import triton.language as tl
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.checkpoints import decoded_tile, rounded_tile
 from quantlab.kernels.decode import widened
-from quantlab.kernels.nvfp4_encode import element_stochastic
-from quantlab.kernels.packed import COPY_UNIT, add_product, key_of_column, operand, three_parts
+from quantlab.kernels.packed import (
+    HALF_UNIT,
+    LOW_QUERY,
+    half_operand,
+    half_query,
+    key_of_half_column,
+    product,
+    three_parts,
+)
 from quantlab.kernels.random import element_words
-from quantlab.kernels.rounding import encode
-
-
-@triton.jit
-def record_decays(gates_at, current, j, n):
-    """What each record has decayed by, 1 for the current token at j = n, 0 behind it; and the whole window.
-
-    The decay since a record is summed over the later records themselves: a difference of two totals cancels.
-    """
-    later = tl.load(gates_at + j + 1, mask=j + 1 < n, other=0)
-    later = tl.where(j + 1 == n, current, later)
-    weight = tl.where(j <= n, tl.exp(tl.cumsum(later, 0, reverse=True)), 0.0)
-    first = tl.where(n > 0, tl.load(gates_at), current)
-    whole = tl.sum(later, 0) + tl.where(n > 0, first, current)
-    return weight, tl.exp(whole)
 
 
 @triton.jit
 def window_kernel(
-    positions, slots, k_buffer, log_decays, q, k, log_decay, coefficients, decays,
+    positions, slots, k_buffer, log_decays, q, k, log_decay, coefficients, parts, queries, decays,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Once a group, for rows that do not flush: coefficients (B, H, L), what record j is multiplied by, the current
     token at j = position, zero behind it; decays (B, H) of the state.  Appends key and log decay to the window.
 
-    HEADS: a power of two >= H / G.
+    For a packed read copy also what tensor cores take: parts (B, H, 3, L) bfloat16, which sum to the coefficients, and
+    queries (B, G, 2, N) float16, whose unit is then in the decays.  HEADS: a power of two >= H / G.
     """
     b, g = tl.program_id(0) // G, tl.program_id(0) % G
     n = tl.load(positions + b)
@@ -76,127 +69,137 @@ def window_kernel(
     later = tl.where((j + 1 == n)[None, :], current[:, None], later)
     weight = tl.where((j <= n)[None, :], tl.exp(tl.cumsum(later, 1, reverse=True)), 0.0) * match[None, :]
     tl.store(coefficients + (b * H + h)[:, None] * L + j[None, :], weight, mask=inside[:, None])
-    whole = tl.sum(later, 1) + tl.where(n > 0, first, current)
-    tl.store(decays + b * H + h, tl.exp(whole), mask=inside)
+    whole = tl.exp(tl.sum(later, 1) + tl.where(n > 0, first, current))
+    if queries is not None:
+        ordered = widened(tl.load(q + (b * G + g) * N + key_of_half_column(column, N)))
+        high, low, unit = half_query(ordered)
+        tl.store(queries + (b * G + g) * (2 * N) + column, high)
+        tl.store(queries + (b * G + g) * (2 * N) + N + column, low)
+        whole *= unit
+        first_part, second, third = three_parts(weight)
+        part_at = parts + (b * H + h)[:, None] * (3 * L) + j[None, :]
+        tl.store(part_at, first_part, mask=inside[:, None])
+        tl.store(part_at + L, second, mask=inside[:, None])
+        tl.store(part_at + 2 * L, third, mask=inside[:, None])
+    tl.store(decays + b * H + h, whole, mask=inside)
     tl.store(keys_at + n * N + column, narrowed(token, k_buffer.dtype.element_ty))
     tl.store(log_decays + (slot * H + h) * L + n, current, mask=inside)
 
 
 @triton.jit
-def columns(query, dtype: tl.constexpr):
-    """float32 (N,) -> bfloat16 (N, 8), columns that sum to it: the first alone where it was bfloat16."""
-    high, middle, low = three_parts(query)
-    place = tl.arange(0, 8)[None, :]
-    right = tl.where(place == 0, high[:, None], 0.0).to(tl.bfloat16)
-    if dtype != tl.bfloat16:
-        right = tl.where(place == 1, middle[:, None], right)
-        right = tl.where(place == 2, low[:, None], right)
-    return right
+def read_copy_kernel(
+    words, scales, global_scale, d_buffer, positions, slots, queries, d, coefficients, parts, decays, output,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Rows that do not flush, from the NVFP4 copy: output, and the token's d behind the window.
+
+    A program takes R consecutive value rows of a group's heads, of two heads at most (R divides (H / G) P, R <= P).
+    One product of tensor cores reads the codes along the two parts of the query, another sums the records: columns 0
+    and 1 of the result are the state's, 2 to 4 the records' of the first head, 5 to 7 of the second.
+    """
+    TILES: tl.constexpr = (H // G) * P // R
+    pid = tl.program_id(0)
+    b, g, first = pid // (G * TILES), (pid // TILES) % G, (pid % TILES) * R
+    r, j, c, column = tl.arange(0, R), tl.arange(0, L), tl.arange(0, 8), tl.arange(0, N)
+    n = tl.load(positions + b)
+    slot = tl.load(slots + b).to(tl.int64)
+    if (n < 0) | (n == L - 1):
+        return
+    row = first + r  # of the group
+    state_row = (slot * H + g * (H // G)) * P + first
+    tile_words = tl.load(
+        words + state_row * (N // 8) + (r[:, None] * (N // 8) + tl.arange(0, N // 8)[None, :])
+    )
+    tile_scales = tl.load(
+        scales + state_row * (N // 16) + (r[:, None] * (N // 16) + tl.arange(0, N // 16)[None, :])
+    )
+    h0 = g * (H // G) + first // P
+    records_at = d_buffer + (slot * H + g * (H // G)) * (L * P)
+    if P % R == 0:
+        place = (first // P) * (L * P) + first % P + r
+    else:
+        place = (row // P) * (L * P) + row % P
+    records = tl.load(records_at + (place[None, :] + j[:, None] * P), mask=(j < n)[:, None], other=0)
+    query_at = queries + (b * G + g) * (2 * N) + (c[:, None] * N + column[None, :])
+    query = tl.load(query_at, mask=(c < 2)[:, None], other=0)
+    token = tl.load(d + (b * H + g * (H // G)) * P + row)
+    unit = tl.load(global_scale + slot * H + h0) * HALF_UNIT * tl.load(decays + b * H + h0)
+    own = tl.load(coefficients + (b * H + h0) * L + n)
+    part = b * H + h0
+    if P % R == 0:
+        sums = (c >= 2) & (c < 5)
+        part_at = parts + part * (3 * L) + ((c[:, None] - 2) * L + j[None, :])
+        weights = tl.load(part_at, mask=sums[:, None], other=0)
+        factor = tl.where(c == 0, unit, tl.where(c == 1, unit * LOW_QUERY, tl.where(sums, 1.0, 0.0)))
+        factor = factor[None, :]
+    else:
+        # What follows the last head of a group is no head of its own; no row of the tile belongs to it.
+        second = tl.minimum(h0 + 1, g * (H // G) + H // G - 1)
+        part_at = (
+            parts
+            + part * (3 * L)
+            + (tl.where(c < 5, c - 2, 3 * (second - h0) + c - 5)[:, None] * L + j[None, :])
+        )
+        weights = tl.load(part_at, mask=(c >= 2)[:, None], other=0)
+        behind = row >= (first // P + 1) * P
+        other_unit = tl.load(global_scale + slot * H + second) * HALF_UNIT * tl.load(decays + b * H + second)
+        row_unit = tl.where(behind, other_unit, unit)[:, None]
+        factor = tl.where((c[None, :] >= 5) == behind[:, None], 1.0, 0.0)
+        factor = tl.where(c[None, :] == 0, row_unit, tl.where(c[None, :] == 1, row_unit * LOW_QUERY, factor))
+        own = tl.where(behind, tl.load(coefficients + (b * H + second) * L + n), own)
+    result = product(half_operand(tile_words, tile_scales, R, N), tl.trans(query), None)
+    if d_buffer.dtype.element_ty == tl.bfloat16:
+        result = product(tl.trans(records), tl.trans(weights), result)
+        result = tl.sum(result * factor, 1)
+    else:
+        result = tl.sum(tl.where((c < 2)[None, :], result * factor, 0.0), 1)
+        weight = tl.load(coefficients + (b * H + h0) * L + j)[:, None]
+        if P % R != 0:
+            weight = tl.where(
+                behind[None, :], tl.load(coefficients + (b * H + second) * L + j)[:, None], weight
+            )
+        result += tl.sum(widened(records) * weight, 0)
+    result += widened(token) * own
+    tl.store(output + (b * H + g * (H // G)) * P + row, narrowed(result, output.dtype.element_ty))
+    tl.store(records_at + place + n * P, narrowed(token, d_buffer.dtype.element_ty))
 
 
 @triton.jit
 def read_kernel(
-    words, scales, global_scale, checkpoint, checkpoint_scales, k_buffer, d_buffer, log_decays, positions, slots,
-    q, k, d, log_decay, coefficients, decays, output,
+    checkpoint, checkpoint_scales, d_buffer, positions, slots, q, d, coefficients, decays, output,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr, STORE: tl.constexpr,
+    STORE: tl.constexpr,
 ):  # fmt: skip
-    """Rows that do not flush: output, and the token's record behind the window.
-
-    A program takes TILES tiles of R value rows of one group, which share q and the products k_j . q.  The state is the
-    NVFP4 copy, or the checkpoint where ``words`` is None.
+    """Rows that do not flush, from the checkpoint: output, and the token's d behind the window.  R value rows a
+    program, R divides P.
     """
-    PER_HEAD: tl.constexpr = (P + R - 1) // R
-    CHUNKS: tl.constexpr = (H // G) * PER_HEAD // TILES
+    TILES: tl.constexpr = P // R
     pid = tl.program_id(0)
-    b, g = pid // (G * CHUNKS), (pid // CHUNKS) % G
+    b, h, first = pid // (H * TILES), (pid // TILES) % H, (pid % TILES) * R
+    g = h // (H // G)
     n = tl.load(positions + b)
     slot = tl.load(slots + b).to(tl.int64)
     column, r, j = tl.arange(0, N), tl.arange(0, R), tl.arange(0, L)
-    query_at = q + (b * G + g) * N
     if (n < 0) | (n == L - 1):
         return
-    if coefficients is None:
-        query = widened(tl.load(query_at + column))
-        token_key = tl.load(k + (b * G + g) * N + column)
-        keys_at = k_buffer + (slot * G + g) * (L * N)
-        keys = tl.load(keys_at + j[:, None] * N + column[None, :], mask=(j < n)[:, None], other=0)
-        if words is not None:
-            match = tl.sum(
-                add_product(keys.to(tl.bfloat16), columns(query, q.dtype.element_ty), None, ASM), 1
-            )
-        else:
-            match = tl.sum(widened(keys) * query[None, :], 1)
-        match = tl.where(j == n, tl.sum(widened(token_key) * query, 0), match)
-        if pid % CHUNKS == 0:
-            tl.store(keys_at + n * N + column, narrowed(token_key, k_buffer.dtype.element_ty))
-    elif words is None:
-        query = widened(tl.load(query_at + column))
-    if words is not None:
-        right = columns(widened(tl.load(query_at + key_of_column(column, N, WIDTH))), q.dtype.element_ty)
-    for i in tl.range(TILES, num_stages=STAGES):
-        tile = (pid % CHUNKS) * TILES + i
-        h = g * (H // G) + tile // PER_HEAD
-        first = (tile % PER_HEAD) * R
-        row, record = first + r, (slot * H + h) * (L * P)
-        state_row = (slot * H + h) * P + first
-        if words is not None:
-            tile_words = tl.load(
-                words + state_row * (N // 8) + (r[:, None] * (N // 8) + tl.arange(0, N // 8)[None, :])
-            )
-            tile_scales = tl.load(
-                scales + state_row * (N // 16) + (r[:, None] * (N // 16) + tl.arange(0, N // 16)[None, :])
-            )
-            unit = tl.load(global_scale + slot * H + h) * COPY_UNIT
-        else:
-            state = tl.load(checkpoint + state_row * N + (r[:, None] * N + column[None, :]))
-            row_scales = None
-            if checkpoint_scales is not None:
-                row_scales = tl.load(checkpoint_scales + state_row + r)
-        records = tl.load(
-            d_buffer + (record + first) + (j[:, None] * P + r[None, :]), mask=(j < n)[:, None], other=0
-        )
-        if coefficients is None:
-            gates_at = log_decays + (slot * H + h) * L
-            current = tl.load(log_decay + b * H + h).to(tl.float32)
-            weight, whole = record_decays(gates_at, current, j, n)
-            weight *= match
-            own = tl.sum(tl.where(j == n, weight, 0.0), 0)
-            if first == 0:
-                tl.store(gates_at + n, current)
-        else:
-            weight = tl.load(coefficients + (b * H + h) * L + j)
-            own = tl.load(coefficients + (b * H + h) * L + n)
-            whole = tl.load(decays + b * H + h)
-        token = tl.load(d + (b * H + h) * P + row)
-        if words is not None:
-            left = operand(tile_words, tile_scales, R, N, WIDTH, ASM)
-            result = tl.sum(add_product(left, right, None, ASM), 1) * (whole * unit)
-        else:
-            result = tl.sum(decoded_tile(state, row_scales, STORE) * query[None, :], 1) * whole
-        result += tl.sum(widened(records) * weight[:, None], 0)
-        result += widened(token) * own
-        tl.store(output + (b * H + h) * P + row, narrowed(result, output.dtype.element_ty))
-        tl.store(d_buffer + record + n * P + row, narrowed(token, d_buffer.dtype.element_ty))
-
-
-@triton.jit
-def kept(
-    x, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
-    dtype: tl.constexpr,
-):  # fmt: skip
-    """float32 x as the checkpoint keeps it.  NATIVE: the device's own conversion, where it rounds to nearest."""
-    if ELEMENT is None:
-        value = x
-    elif NATIVE and ROUNDING == "nearest":
-        value = x.to(dtype)
-    else:
-        if ROUNDING == "stochastic" and BITS == 32:
-            codes = element_stochastic(x, random, ELEMENT)
-        else:
-            codes = encode(x, random, ELEMENT, ROUNDING, BITS)
-        value = codes.to(tl.uint16).to(dtype, bitcast=True)
-    return value
+    row, record = first + r, (slot * H + h) * (L * P)
+    state_row = (slot * H + h) * P + first
+    codes = tl.load(checkpoint + state_row * N + (r[:, None] * N + column[None, :]))
+    row_scales = None
+    if checkpoint_scales is not None:
+        row_scales = tl.load(checkpoint_scales + state_row + r)
+    records = tl.load(
+        d_buffer + (record + first) + (j[:, None] * P + r[None, :]), mask=(j < n)[:, None], other=0
+    )
+    query = widened(tl.load(q + (b * G + g) * N + column))
+    weight = tl.load(coefficients + (b * H + h) * L + j)
+    own = tl.load(coefficients + (b * H + h) * L + n)
+    token = tl.load(d + (b * H + h) * P + row)
+    result = tl.sum(decoded_tile(codes, row_scales, STORE) * query[None, :], 1) * tl.load(decays + b * H + h)
+    result += tl.sum(widened(records) * weight[:, None], 0)
+    result += widened(token) * own
+    tl.store(output + (b * H + h) * P + row, narrowed(result, output.dtype.element_ty))
+    tl.store(d_buffer + record + n * P + row, narrowed(token, d_buffer.dtype.element_ty))
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton
 from quantlab.kernels import read_copies, target
 from quantlab.kernels.checkpoints import store_of
 from quantlab.kernels.fold import fold_kernel
-from quantlab.kernels.mamba2 import read_kernel, step_kernel, window_kernel
+from quantlab.kernels.mamba2 import read_copy_kernel, read_kernel, step_kernel, window_kernel
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import Policy
@@ -22,19 +22,14 @@ from quantlab.schemes.steps import StepPlan
 from quantlab.schemes.store import CHECKPOINT_PART
 
 PHILOX_ROUNDS = 10
-FULL = 4096
-"""Programs of one warp that fill a device several times over; below that, smaller pieces."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Value rows and columns (0: all) of a tile, tiles of a program in turn, warps, and the most registers a thread may
-    have (None: any).
-    """
+    """Value rows and columns (0: all) of a tile, warps, and the most registers a thread may have (None: any)."""
 
     rows: int
     columns: int = 0
-    tiles: int = 1
     warps: int = 1
     registers: int | None = None
 
@@ -55,18 +50,15 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
     rows = 16 if shape.key_dim <= 128 else 8
     step = Tiles(_dividing(shape.value_dim, rows), warps=2 if stochastic or policy.checkpoint.recipe else 1)
     if policy.read_copy is not None:
-        best = 64 if shape.key_dim <= 128 else 32
-        read_rows = _dividing(shape.value_dim, best)
-        registers = 128 if read_rows == 64 else None
+        # Of a group's rows in one piece: a tile may hold the end of one head and the beginning of the next.
+        group_rows = shape.heads // shape.key_heads * shape.value_dim
+        wanted = _dividing(group_rows, 64 if shape.key_dim <= 128 else 32)
+        read_rows = wanted if wanted <= shape.value_dim else _dividing(shape.value_dim, wanted)
+        registers = 96 if read_rows == 64 else None
     else:
         best = 16 if policy.checkpoint.name == "fp32" else 32
         read_rows, registers = _dividing(shape.value_dim, best if shape.key_dim <= 128 else 16), None
-    per_group = shape.heads // shape.key_heads * (shape.value_dim // read_rows)
-    tiles = 1
-    if policy.read_copy is not None:
-        full = batch * shape.key_heads * per_group // FULL
-        tiles = max((n for n in (1, 2, 4) if per_group % n == 0 and n <= max(full, 1)), default=1)
-    read = Tiles(read_rows, tiles=tiles, registers=registers)
+    read = Tiles(read_rows, registers=registers)
     columns = shape.key_dim if policy.checkpoint.recipe else min(shape.key_dim, 64)
     fold = Tiles(_dividing(shape.value_dim, 16), columns, warps=1)
     return Configuration(step, read, fold, fold_programs=1056)
@@ -125,10 +117,18 @@ def _step(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
 
 def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, tiles: Tiles) -> None:
     shape, window, batch = pool.shape, pool.policy.window, output.shape[0]
-    coefficients = torch.empty((batch, shape.heads, window), dtype=torch.float32, device=pool.device)
-    decays = torch.empty((batch, shape.heads), dtype=torch.float32, device=pool.device)
+    heads, groups = shape.heads, shape.key_heads
+
+    def memory(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+        return torch.empty((batch, *sizes), dtype=dtype, device=pool.device)
+
+    coefficients, decays = memory(torch.float32, heads, window), memory(torch.float32, heads)
+    parts = queries = None
+    if pool.policy.read_copy is not None:
+        parts = memory(torch.bfloat16, heads, 3, window)
+        queries = memory(torch.float16, groups, 2, shape.key_dim)
     sizes = _sizes(shape)
-    _any(window_kernel)[(batch * shape.key_heads,)](
+    _any(window_kernel)[(batch * groups,)](
         plan.positions,
         plan.slots,
         pool.k_buffer,
@@ -137,39 +137,47 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
         inputs.k,
         inputs.log_decay,
         coefficients,
+        parts,
+        queries,
         decays,
         **{name: sizes[name] for name in ("H", "G", "N")},
         L=window,
-        HEADS=triton.next_power_of_2(shape.heads // shape.key_heads),
+        HEADS=triton.next_power_of_2(heads // groups),
         **_options(Tiles(1)),
     )
-    copy = pool.policy.read_copy is not None
-    words = pool.copy_codes.view(torch.int32) if pool.copy_codes is not None else None
-    per_group = shape.heads // shape.key_heads * (shape.value_dim // tiles.rows)
-    _any(read_kernel)[(batch * shape.key_heads * per_group // tiles.tiles,)](
-        words,
+    common = {**sizes, "L": window, "R": tiles.rows, **_options(tiles)}
+    programs = batch * heads * shape.value_dim // tiles.rows
+    if queries is None:
+        _any(read_kernel)[(programs,)](
+            pool.checkpoint,
+            pool.checkpoint_scales,
+            pool.d_buffer,
+            plan.positions,
+            plan.slots,
+            inputs.q,
+            inputs.v,
+            coefficients,
+            decays,
+            output,
+            STORE=store_of(pool.policy.checkpoint),
+            **common,
+        )
+        return
+    assert pool.copy_codes is not None
+    _any(read_copy_kernel)[(programs,)](
+        pool.copy_codes.view(torch.int32),
         pool.copy_scales,
         pool.copy_global_scale,
-        None if copy else pool.checkpoint,
-        None if copy else pool.checkpoint_scales,
-        pool.k_buffer,
         pool.d_buffer,
-        pool.log_decay_buffer,
         plan.positions,
         plan.slots,
-        *_token(inputs),
+        queries,
+        inputs.v,
         coefficients,
+        parts,
         decays,
         output,
-        **sizes,
-        L=window,
-        R=tiles.rows,
-        TILES=tiles.tiles,
-        STAGES=1,
-        WIDTH=8,
-        ASM=not target.interpreting(),
-        STORE=store_of(pool.policy.checkpoint),
-        **_options(tiles),
+        **common,
     )
 
 

@@ -135,17 +135,17 @@ HALF_UNIT: tl.constexpr = tl.constexpr(2.0**7)
 
 
 @triton.jit
-def multiply_halves(a, b, ASM: tl.constexpr):
+def multiply_halves(a, b):
     """Products of the two float16 of each int32; they must be exact."""
-    if ASM:
-        product = tl.inline_asm_elementwise(
+    if not INTERPRETED:
+        products = tl.inline_asm_elementwise(
             "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1
         )
     else:
         low = half_value(a & 0xFFFF) * half_value(b & 0xFFFF)
         high = half_value((a >> 16) & 0xFFFF) * half_value((b >> 16) & 0xFFFF)
-        product = half_bits(low) | (half_bits(high) << 16)
-    return product
+        products = half_bits(low) | (half_bits(high) << 16)
+    return products
 
 
 @triton.jit
@@ -169,9 +169,9 @@ TWO_M112: tl.constexpr = tl.constexpr(2.0**-112)
 
 
 @triton.jit
-def byte_pair(bytes, high: tl.constexpr, ASM: tl.constexpr):
+def byte_pair(bytes, high: tl.constexpr):
     """Bytes 0 and 1, or 2 and 3, of each int32 as the upper bytes of two float16."""
-    if ASM:
+    if not INTERPRETED:
         if high:
             pair = tl.inline_asm_elementwise(
                 "prmt.b32 $0, $1, 0, 0x3424;", "=r,r", [bytes], tl.int32, is_pure=True, pack=1
@@ -188,7 +188,7 @@ def byte_pair(bytes, high: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def half_operand(words, scales, R: tl.constexpr, K: tl.constexpr, ASM: tl.constexpr):
+def half_operand(words, scales, R: tl.constexpr, K: tl.constexpr):
     """words (R, K / 8) int32 and scales (R, K / 16) uint8 -> float16 (R, K), columns as ``key_of_half_column`` says.
 
     A code's sign and magnitude bits, moved to where E5M2 keeps its own, spell code * 2^-14; E5M2 is the upper byte of a
@@ -196,17 +196,17 @@ def half_operand(words, scales, R: tl.constexpr, K: tl.constexpr, ASM: tl.conste
     """
     BY_LANE: tl.constexpr = K // 32
     scale = scales.to(tl.int32) * 0x00800080  # E4M3 in float16, twice, times 2^-8
-    scale = multiply_halves(scale, tl.full(scale.shape, HALF_LIFT, tl.int32), ASM)
+    scale = multiply_halves(scale, tl.full(scale.shape, HALF_LIFT, tl.int32))
     scale = tl.reshape(tl.broadcast_to(tl.expand_dims(scale, 2), (R, K // 16, 2)), (R, K // 8))
     even = ((words << 4) & EIGHTH_BITS) | ((words << 1) & LOW_BITS)
     odd = (words & EIGHTH_BITS) | ((words >> 3) & LOW_BITS)
     first = tl.join(
-        multiply_halves(byte_pair(even, False, ASM), scale, ASM),
-        multiply_halves(byte_pair(odd, False, ASM), scale, ASM),
+        multiply_halves(byte_pair(even, False), scale),
+        multiply_halves(byte_pair(odd, False), scale),
     )
     second = tl.join(
-        multiply_halves(byte_pair(even, True, ASM), scale, ASM),
-        multiply_halves(byte_pair(odd, True, ASM), scale, ASM),
+        multiply_halves(byte_pair(even, True), scale),
+        multiply_halves(byte_pair(odd, True), scale),
     )
     pairs = tl.reshape(
         tl.join(first, second), (R, 4, BY_LANE, 2, 2)
@@ -228,9 +228,12 @@ def key_of_half_column(column, K: tl.constexpr):
     return 8 * word + 4 * half + 2 * (column % 2) + odd
 
 
+LOW_QUERY: tl.constexpr = tl.constexpr(2.0**-11)
+
+
 @triton.jit
-def half_columns(query):
-    """float32 (N,) -> float16 (8, N), and u: row 0 plus 2^-11 row 1, times u, is the query.
+def half_query(query):
+    """float32 (N,) -> float16 high and low, and a unit: (high + LOW_QUERY low) unit is the query.
 
     Entries below 2^-35 of the largest are lost: less than the rounding of one float32 sum over them.
     """
@@ -239,15 +242,13 @@ def half_columns(query):
     scaled = query * (0x7F000000 - exponent).to(tl.float32, bitcast=True)
     high = scaled.to(tl.float16)
     low = ((scaled - high.to(tl.float32)) * 2048.0).to(tl.float16)
-    place = tl.arange(0, 8)[:, None]
-    right = tl.where(place == 0, high[None, :], tl.where(place == 1, low[None, :], 0.0).to(tl.float16))
-    return right, unit
+    return high, low, unit
 
 
 @triton.jit
-def prefetch(pointers):
-    """Ask for the 128 bytes around each pointer to come to L2; nothing waits for them."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], tl.int32, is_pure=False, pack=1
-        )
+def product(left, right, total):
+    """total + left @ right on tensor cores, 16-bit operands, float32 sums; total None for nothing.
+
+    Triton's interpreter multiplies the bit patterns of bfloat16, so it gets float32.
+    """
+    return add_product(left, right, total, not INTERPRETED)

@@ -52,7 +52,7 @@ def encode(pool: LayerPool, rows: Tensor, count: Tensor, slots: Tensor, largest:
         N=columns,
         R=tile,
         PARTS=largest.shape[2],
-        HELD=triton.next_power_of_2(largest.shape[2]),
+        LANES=triton.next_power_of_2(largest.shape[2]),
         WIDTH=16 // pool.checkpoint.element_size(),
         STORE=store_of(pool.policy.checkpoint),
         GLOBAL=global_options(),
