@@ -17,6 +17,7 @@ from quantlab.kernels.dual_read import dual_read_kernel
 from quantlab.kernels.dual_read import warps as dual_read_warps
 from quantlab.kernels.elements import CODES, PACKED, VALUES
 from quantlab.kernels.random import COUNTERS, random_words_kernel
+from quantlab.kernels.step_specialisations import Launch, launches
 from quantlab.schemes.dual_read import DualReadSizes
 
 LIMIT = 40
@@ -33,51 +34,39 @@ class Specialisation:
     """Triton's type of each run-time argument, ``*fp32`` for a pointer to float32."""
     constants: dict[str, Any]
     warps: int = 4
+    registers: int | None = None
+    """The most that a thread may have, where the launch limits it."""
 
 
 def specialisations() -> tuple[Specialisation, ...]:
-    """All of them: the shapes of deployed Mamba-2 layers, the corners of window and key dim; then formats of every
-    element width, scaling and rounding.
+    """All of them: what decode steps launch under a table of policies; the single read of a dual checkpoint, at the
+    corners of its sizes; formats of every element width, scaling and rounding.
     """
     dual_read = (
         # name, heads, groups, value dim, key dim, window, buffer type, token type
-        ("mamba2_1_group", 64, 1, 64, 128, 16, "bf16", "bf16"),
-        ("mamba2_8_groups", 64, 8, 64, 128, 16, "bf16", "bf16"),
         ("mamba2_8_groups_fp32", 64, 8, 64, 128, 16, "fp32", "fp32"),
-        ("mamba2_128_heads", 128, 8, 64, 128, 16, "bf16", "bf16"),
         ("mamba2_value_dim_80", 96, 8, 80, 128, 16, "bf16", "bf16"),
-        ("key_dim_256", 24, 1, 64, 256, 16, "bf16", "fp16"),
-        ("key_dim_64", 32, 1, 64, 64, 16, "fp16", "fp32"),
         ("no_window", 64, 8, 64, 128, 0, "fp32", "fp32"),
         ("odd_sizes", 6, 3, 37, 80, 33, "fp32", "fp32"),
     )
     state = torch.Size((1, 24, 64, 128))
     encodings = (
         # name, format, shape, what is written, dtype of x
-        ("bf16", "bf16", state, CODES, torch.float32),
         ("fp16_sr13", "fp16+sr13", state, VALUES, torch.float32),
-        ("tf32_rz", "tf32+rz", state, CODES, torch.float32),
         ("e4m3_sr", "e4m3+sr", state, CODES, torch.bfloat16),
-        ("e3m2", "e3m2", state, VALUES, torch.float16),
-        ("int8", "int8", state, CODES, torch.float32),
         ("int16_head_sr", "int16:head+sr", state, VALUES, torch.float32),
         ("int4_packed", "int4:block32", state, PACKED, torch.float32),
         ("fp8_reciprocal", "fp8+scale.recip", state, CODES, torch.bfloat16),
-        ("fp8_tile32", "fp8_e5m2:tile32", torch.Size((2, 37, 80)), CODES, torch.float32),
-        ("nvfp4", "nvfp4", state, CODES, torch.float32),
         ("nvfp4_packed", "nvfp4", state, PACKED, torch.bfloat16),
         ("nvfp4_sr8", "nvfp4:row+sr8", state, VALUES, torch.float32),
-        ("nvfp4_odd_sizes", "nvfp4:none+scale.ceil", torch.Size((3, 37, 75)), PACKED, torch.float32),
         ("mxfp4_packed", "mxfp4", state, PACKED, torch.float32),
-        ("mxfp8_sr", "mxfp8_e4m3+scale.floor+sr", state, VALUES, torch.float32),
     )
     decodings = (
-        ("e5m2", "e5m2", state),
-        ("int16_head", "int16:head", state),
         ("nvfp4", "nvfp4", state),
         ("mxfp8", "mxfp8_e5m2", state),
     )
     return (
+        *(_launched(launch) for launch in launches()),
         *(_dual_read(*row) for row in dual_read),
         *(_encode(*row) for row in encodings),
         *(_decode(*row) for row in decodings),
@@ -102,8 +91,29 @@ def compile_for(name: str, capability: int) -> dict[str, Any]:
         },
     )
     options = {"num_warps": specialisation.warps, **target.LAUNCH_OPTIONS}
+    if specialisation.registers is not None:
+        options["maxnreg"] = specialisation.registers
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return {form: compiled.asm[form] for form in ("ptx", "cubin")}
+
+
+def _launched(launch: Launch) -> Specialisation:
+    """A recorded launch: tensors and run-time numbers by type, the rest as it is."""
+    fixed = {parameter.name for parameter in launch.kernel.params if parameter.is_constexpr}
+    types: dict[str, str] = {}
+    for name, value in launch.arguments.items():
+        if isinstance(value, torch.Tensor):
+            types[name] = _POINTERS[value.dtype]
+        elif name not in fixed and value is not None:
+            types[name] = "i32"
+    constants = {name: value for name, value in launch.arguments.items() if name not in types}
+    options = dict(launch.options)
+    assert {name: options.pop(name) for name in target.LAUNCH_OPTIONS} == target.LAUNCH_OPTIONS
+    warps, registers = options.pop("num_warps", 4), options.pop("maxnreg", None)
+    assert not options, (
+        f"{launch.name} is launched with {', '.join(options)}, which the compile does not know"
+    )
+    return Specialisation(f"step_{launch.name}", launch.kernel, types, constants, warps, registers)
 
 
 def _dual_read(

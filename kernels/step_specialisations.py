@@ -1,0 +1,122 @@
+"""The launches that a decode step makes under a table of policies, recorded without a device.
+
+The launch functions themselves run, on tensors without memory; only the last call, which would compile and start a
+kernel, is caught.  So what is compiled in the tests is what a step launches, constants and all.
+"""
+
+import contextlib
+import unittest.mock
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from triton.runtime import JITFunction
+
+from quantlab.kernels import hand_off, steps
+from quantlab.recurrences import StepInputs, get_recurrence
+from quantlab.schemes import StateShape
+from quantlab.schemes.pool import LayerPool, allocate_pool
+from quantlab.schemes.steps import StepPlan
+
+BATCH = 256
+
+_NANO = StateShape(64, 64, 128, 8)
+_ODD_VALUES = StateShape(96, 80, 128, 8)
+_LONG_KEYS = StateShape(24, 128, 256, 1)
+
+POLICIES = (
+    # name, policy, family, shape, which of its kernels
+    ("fp32", "fp32@1", "mamba2", _NANO, ("step",)),
+    ("fp16_sr", "fp16+sr@1", "mamba2", _NANO, ("step",)),
+    ("fp8_sr_long_keys", "fp8+sr@1", "mamba2", _LONG_KEYS, ("step",)),
+    ("int8_value_dim_80", "int8@1", "mamba2", _ODD_VALUES, ("step",)),
+    ("fp32_window", "fp32@16", "mamba2", _NANO, ("read", "fold")),
+    ("fp8_sr_window", "fp8+sr@16:buffer=bf16", "mamba2", _NANO, ("read",)),
+    (
+        "fp32_nvfp4",
+        "fp32/nvfp4@16:buffer=bf16",
+        "mamba2",
+        _NANO,
+        ("window", "read_copy", "fold", "encode_nvfp4"),
+    ),
+    ("fp16_sr_nvfp4", "fp16+sr/nvfp4@16:buffer=bf16", "mamba2", _NANO, ("fold", "encode_nvfp4")),
+    ("fp8_sr_nvfp4", "fp8+sr/nvfp4@16:buffer=bf16", "mamba2", _NANO, ("fold", "encode_nvfp4", "load")),
+    ("fp16_nvfp4_value_dim_80", "fp16/nvfp4@16:buffer=bf16", "mamba2", _ODD_VALUES, ("read_copy",)),
+)
+"""A kernel that several policies launch alike stands here once."""
+
+
+class Launch(NamedTuple):
+    """A kernel with all its arguments by name, tensors without memory among them, and its launch options."""
+
+    name: str
+    kernel: JITFunction[Any]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+def launches() -> list[Launch]:
+    """Of the kernels that ``POLICIES`` names, and of those that move the counters of slots."""
+    found = []
+    for name, policy, family, shape, wanted in POLICIES:
+        pool = allocate_pool(policy, family, shape, BATCH, device="meta")[0]
+        made = {launch.name: launch for launch in _recorded(lambda pool=pool: _step_and_load(pool))}
+        missing = set(wanted) - set(made)
+        assert not missing, (
+            f"{policy} launches no {', '.join(sorted(missing))}, but {', '.join(sorted(made))}"
+        )
+        found += [made[kernel]._replace(name=f"{name}_{kernel}") for kernel in wanted]
+    pool = allocate_pool("fp32@16", "mamba2", _NANO, BATCH, device="meta")[0]
+    return found + [
+        launch
+        for launch in _recorded(lambda: _counters(pool))
+        if launch.name in ("plan", "advance", "hand_off")
+    ]
+
+
+def _counters(pool: LayerPool) -> None:
+    with unittest.mock.patch.object(steps.arguments, "runs_here", lambda *_: None):
+        steps.end_step(steps.begin_step(pool.counters, _slots(), pool.policy.window))
+    hand_off.launch(pool, _slots(), _tensor(torch.float32, *pool.checkpoint.shape[1:]))
+
+
+def _step_and_load(pool: LayerPool) -> None:
+    """One token of bfloat16 inputs, and a hand-off of float32 states."""
+    shape, recurrence = pool.shape, get_recurrence(pool.family)
+    keys, values = (shape.key_heads, shape.key_dim), (shape.heads, shape.value_dim)
+    q, k, v = (_tensor(torch.bfloat16, *sizes) for sizes in (keys, keys, values))
+    log_decay = _tensor(torch.float32, *recurrence.gate_shape(shape.heads, shape.value_dim, shape.key_dim))
+    beta = _tensor(torch.float32, shape.heads) if recurrence.delta_rule else None
+    rows, count = _tensor(torch.int32), torch.empty((1,), dtype=torch.int32, device="meta")
+    plan = StepPlan(pool.counters, pool.policy.window, _slots(), rows, rows, count)
+    steps.FAMILIES[pool.family].launch(pool, StepInputs(q, k, v, log_decay, beta), plan, torch.empty_like(v))
+    hand_off.launch(pool, _slots(), _tensor(torch.float32, *pool.checkpoint.shape[1:]))
+
+
+def _slots() -> torch.Tensor:
+    return _tensor(torch.int32)
+
+
+def _tensor(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+    return torch.empty((BATCH, *sizes), dtype=dtype, device="meta")
+
+
+def _recorded(function: Callable[[], None]) -> list[Launch]:
+    """What ``function`` would launch, in order."""
+    with _caught() as found:
+        function()
+    return found
+
+
+@contextlib.contextmanager
+def _caught() -> Iterator[list[Launch]]:
+    found: list[Launch] = []
+
+    def run(kernel: JITFunction[Any], *values: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        given = dict(zip(kernel.arg_names, values, strict=False))
+        given |= {name: options.pop(name) for name in kernel.arg_names if name in options}
+        name = kernel.__name__.removesuffix("_kernel")
+        found.append(Launch(name, kernel, given, options))
+
+    with unittest.mock.patch.object(JITFunction, "run", run):
+        yield found

@@ -1,0 +1,88 @@
+"""The cases of the pools' conformance suite: every checkpoint, copy and buffer format, odd sizes, shapes of models."""
+
+import torch
+
+from quantlab.schemes import StateShape
+from quantlab.testing.pools import PoolCase
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SMALL = StateShape(2, 16, 32, 1)
+GROUPED = StateShape(6, 16, 64, 2)
+
+
+def _cursors(policy: str) -> tuple[int, ...]:
+    """An empty window, one that this step all but fills, and one that it fills."""
+    window = int(policy.partition("@")[2].partition(":")[0])
+    return (0, 0) if window == 1 else (0, window - 2, window - 1)
+
+
+def _case(policy: str, shape: StateShape = SMALL, family: str = "mamba2", **options) -> PoolCase:
+    return PoolCase(policy, family, shape, _cursors(policy), **options)
+
+
+FAST = [
+    _case("fp32@1", StateShape(2, 80, 64, 1), token=BF16, output=BF16),
+    _case("fp16+sr@1", exact=True),
+    _case("fp8+sr@1"),
+    _case("int8@1", foreign=True),
+    _case("fp32@4"),
+    _case("fp16@16:buffer=bf16", token=BF16),
+    _case("fp32/nvfp4@4:buffer=bf16", StateShape(1, 80, 32, 1), token=BF16),
+    _case("fp16+sr/nvfp4@4:buffer=bf16", exact=True),
+    _case("fp8+sr/nvfp4@4:buffer=fp16", token=FP16, foreign=True),
+]
+"""Run in the interpreter in the fast tier."""
+
+_DELTA = StateShape(2, 16, 32, 1)
+_CHANNELS = StateShape(2, 16, 32, 2)
+DELTA = [
+    _case("fp32@1", _DELTA, "gated_delta"),
+    _case("fp8+sr/nvfp4@4", _DELTA, "gated_delta"),
+    _case("fp16/nvfp4@4:buffer=bf16:contents=derived", _DELTA, "gated_delta", token=BF16),
+    _case("fp32/nvfp4@4:key_read=checkpoint", _DELTA, "gated_delta"),
+    _case("fp16+sr/nvfp4@4:buffer=bf16", _CHANNELS, "kimi_delta"),
+    _case("int8@4", _CHANNELS, "kimi_delta"),
+]
+"""The other families, whose kernels are as far as they are: what none serves is refused."""
+
+SLOW = [
+    *(_case(f"{name}@1") for name in ("bf16", "bf16+sr", "fp16", "fp8", "int8+sr")),
+    *(_case(f"{name}@4:buffer=bf16") for name in ("bf16", "fp16+sr", "fp8+sr", "int8")),
+    *(_case(f"{name}/nvfp4@4:buffer=bf16") for name in ("bf16+sr", "fp16", "fp8", "int8+sr")),
+    _case("fp32/nvfp4@4"),
+    _case("fp32/nvfp4@16:buffer=bf16", GROUPED, token=BF16, output=BF16),
+    _case("fp8+sr/nvfp4@16:buffer=bf16", GROUPED, exact=True),
+    _case("fp16+sr/nvfp4@4:buffer=bf16", StateShape(1, 16, 256, 1), token=BF16),
+    _case("fp16+sr@16:buffer=bf16", StateShape(3, 80, 64, 3), token=FP16, output=FP16),
+    _case("int8/mxfp4@4"),
+    _case("fp32/fp8@4:buffer=bf16"),
+    _case("fp16/nvfp4@4:flush_read=copy"),
+    _case("bf16/nvfp4@4", StateShape(3, 192, 96, 3), "gated_delta"),
+    _case("fp8@1", _DELTA, "gated_delta"),
+    _case("bf16+sr@1", _CHANNELS, "kimi_delta"),
+    _case("fp32/nvfp4@4:flush_read=copy", _DELTA, "gated_delta"),
+]
+"""Run in the interpreter in the slow tier."""
+
+_MAMBA2_SHAPES = ((64, 64, 128, 8), (128, 64, 128, 8), (96, 80, 128, 8), (80, 64, 128, 1), (24, 128, 256, 1))
+_MAMBA2_POLICIES = (
+    "fp32@1 fp16@1 fp16+sr@1 fp8+sr@1 fp32@16:buffer=bf16 fp16@16:buffer=bf16 fp8+sr@16:buffer=bf16 fp32@16 "
+    "fp32/nvfp4@16:buffer=bf16 fp16+sr/nvfp4@16:buffer=bf16 fp8+sr/nvfp4@16:buffer=bf16 int8/nvfp4@16:buffer=bf16"
+).split()
+_DELTA_SHAPES = ((32, 128, 128, 16), (64, 128, 128, 16), (30, 192, 96, 30))
+_DELTA_POLICIES = (
+    "fp32@1 fp32@16:buffer=bf16 fp32/nvfp4@16:buffer=bf16 fp32/nvfp4@16:buffer=bf16:contents=derived "
+    "fp16+sr/nvfp4@16:buffer=bf16 fp8+sr/nvfp4@16:buffer=bf16"
+).split()
+MODELS = [
+    *(_case(p, StateShape(*sizes), token=BF16) for sizes in _MAMBA2_SHAPES for p in _MAMBA2_POLICIES),
+    *(
+        _case(p, StateShape(*sizes), "gated_delta", token=BF16)
+        for sizes in _DELTA_SHAPES
+        for p in _DELTA_POLICIES
+    ),
+    *(_case(p, StateShape(32, 128, 128, 32), "kimi_delta", token=BF16) for p in _DELTA_POLICIES),
+]
+"""Layers of deployed models, for a GPU."""
+
+CASES = {str(case): case for case in (*FAST, *DELTA, *SLOW, *MODELS)}
