@@ -23,6 +23,7 @@ from quantlab.formats.rounding import EXACT_BITS
 from quantlab.formats.table import Element, Integer
 from quantlab.kernels.arithmetic import multiply_add, narrowed
 from quantlab.kernels.decode import element_value, widened
+from quantlab.kernels.random import element_words
 from quantlab.kernels.rounding import encode
 from quantlab.kernels.scales import FloatOptions, float_scale, recipe_of
 
@@ -73,10 +74,11 @@ def unserved(fmt: Format) -> str | None:
 @triton.jit
 def decoded_tile(codes, row_scales, STORE: tl.constexpr):
     """codes (rows, columns) as stored, row_scales (rows,) float32 or None -> float32 values."""
+    ELEMENT: tl.constexpr = STORE.element
     if STORE.scale is None:
         values = widened(codes)
     else:
-        values = element_value(codes, STORE.element) * row_scales[:, None]
+        values = element_value(codes, ELEMENT) * row_scales[:, None]
     return values
 
 
@@ -91,9 +93,78 @@ def rounded_tile(x, words, STORE: tl.constexpr):
         codes, values = plain_codes(x, words, STORE)
         return codes, 0.0, values  # Triton 3.6 returns no None
     else:
-        scales = row_scale(x, STORE.scale)
+        OPTIONS: tl.constexpr = STORE.scale
+        scales = row_scale(x, OPTIONS)
         codes = small_codes(row_quotients(x, scales), words, STORE)
         return codes, scales, decoded_tile(codes, scales, STORE)
+
+
+@triton.jit
+def store_tile(
+    at, scales_at, mask, x, counter, number, sequence, stream, seed, STORE: tl.constexpr, ROUNDS: tl.constexpr
+):
+    """Round x (rows, columns), whole value rows, and store it: codes at the pointers ``at`` where ``mask`` allows
+    (None: everywhere), row scales at ``scales_at`` (rows,), None where the format has none.  Returns the largest
+    |stored|.
+
+    The other arguments are those of ``element_words``, for stochastic rounding.
+    """
+    if STORE.stochastic and STORE.scale is None:
+        codes, values, ordinary = quick_codes(
+            x, element_words(counter, number, sequence, stream, seed, ROUNDS), STORE
+        )
+        tl.store(at, codes, mask=mask)
+        largest = tl.max(tl.abs(values))
+        if not ordinary:
+            # Words are drawn once more, so that none is kept for this case; the compiler must not know that they are
+            # the same.
+            nothing = (number >> 30) >> 2
+            words = element_words(counter + nothing, number, sequence, stream, seed, ROUNDS)
+            codes, values = plain_codes(x, words, STORE)
+            tl.store(at, codes, mask=mask)
+            largest = tl.max(tl.abs(values))
+    else:
+        words = None
+        if STORE.stochastic:
+            words = element_words(counter, number, sequence, stream, seed, ROUNDS)
+        codes, scales, values = rounded_tile(x, words, STORE)
+        tl.store(at, codes, mask=mask)
+        if scales_at is not None:
+            inside = None
+            if mask is not None:
+                inside = tl.max(mask.to(tl.int32), 1) > 0
+            tl.store(scales_at, scales, mask=inside)
+        largest = tl.max(tl.abs(values))
+    return largest
+
+
+@triton.jit
+def quick_codes(x, words, STORE: tl.constexpr):
+    """Stochastic float16 and bfloat16 of a tile: codes, values, and whether they hold, as every |x| is between the
+    smallest normal and the largest number of the element.
+
+    Then the tops of the words, added to the bit patterns, are all there is to it.
+    """
+    ELEMENT: tl.constexpr = STORE.element
+    DROPPED: tl.constexpr = 23 - ELEMENT.mantissa_bits
+    SMALLEST: tl.constexpr = (ELEMENT.min_exponent + 127) << 23
+    LARGEST: tl.constexpr = ((ELEMENT.max_exponent + 128) << 23) - (1 << DROPPED)
+    bits = x.to(tl.int32, bitcast=True)
+    beyond = ((bits & 0x7FFFFFFF) - SMALLEST).to(tl.uint32, bitcast=True)
+    ordinary = tl.max(tl.max(beyond, 1), 0) <= LARGEST - SMALLEST
+    top = (words >> (32 - DROPPED)).to(tl.int32, bitcast=True)
+    values = ((bits + top) & -(1 << DROPPED)).to(tl.float32, bitcast=True)
+    return stored_float(values, ELEMENT), values, ordinary
+
+
+@triton.jit
+def stored_float(values, ELEMENT: tl.constexpr):
+    """Values that the element holds, in its own type."""
+    if ELEMENT.name == "bf16":
+        codes = (values.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        codes = values.to(tl.float16)
+    return codes
 
 
 @triton.jit

@@ -23,6 +23,7 @@ def encode_nvfp4_kernel(
     and N, a power of two, may be another shape of the same matrix.
     """
     TILES: tl.constexpr = P // R
+    ELEMENT: tl.constexpr = STORE.element
     total = tl.load(count) * (H * TILES)
     block, part, r = tl.arange(0, N // 16), tl.arange(0, LANES), tl.arange(0, R)
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
@@ -35,7 +36,7 @@ def encode_nvfp4_kernel(
             values = widened(values)
         else:
             row_scales = tl.load(checkpoint_scales + head * P + row)
-            values = element_value(values, STORE.element) * row_scales[None, :, None, None]
+            values = element_value(values, ELEMENT) * row_scales[None, :, None, None]
         largest_at = largest + (i * H + h) * PARTS + part
         amax = tl.max(tl.load(largest_at, mask=part < PARTS, other=0), 0)
         shared, _ = float_scale(amax, 1.0, GLOBAL)

@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
-from quantlab.kernels.checkpoints import decoded_tile, rounded_tile
+from quantlab.kernels.checkpoints import decoded_tile, store_tile
 from quantlab.kernels.decode import widened
 from quantlab.kernels.packed import product, three_parts
-from quantlab.kernels.random import element_words
 
 
 @triton.jit
@@ -57,12 +56,16 @@ def fold_kernel(
         current = tl.load(log_decay + b * H + h).to(tl.float32)
         weight, whole = record_decays(log_decays + head * L, current, j, L - 1)
         token = widened(tl.load(d + (b * H + h) * P + first + r))
-        row_scales = None
+        row_scales, scales_at = None, None
         if checkpoint_scales is not None:
-            row_scales = tl.load(checkpoint_scales + head * P + first + r)
+            scales_at = checkpoint_scales + head * P + first + r
+            row_scales = tl.load(scales_at)
         records = tl.load(records_at + (j[None, :] * P + r[:, None]), mask=(j < L - 1)[None, :], other=0)
         weighted = widened(records) * weight[None, :]
         high, middle, low = three_parts(weighted)
+        number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
+        sequence = tl.load(sequence_ids + slot).to(tl.uint32)
+        key = tl.load(seed)
         result = tl.zeros((R,), tl.float32)
         most = 0.0
         for part in tl.range(N // C, disallow_acc_multi_buffer=True):
@@ -80,22 +83,23 @@ def fold_kernel(
                 window = tl.dot(weighted, widened(keys), input_precision="ieee")
             folded = decoded_tile(codes, row_scales, STORE) * whole + window
             folded += token[:, None] * token_key[None, :]
-            random = None
-            if STORE.stochastic:
-                counter = (h * P + first + r)[:, None] * (N // 4) + (part * (C // 4) + tl.arange(0, C // 4))[
-                    None, :
-                ]
-                number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
-                sequence = tl.load(sequence_ids + slot).to(tl.uint32)
-                random = element_words(
-                    counter.to(tl.uint32), number, sequence, stream.to(tl.uint32), tl.load(seed), ROUNDS
-                )
-            codes, new_scales, stored = rounded_tile(folded, random, STORE)
-            tl.store(at, codes)
-            if checkpoint_scales is not None:
-                tl.store(checkpoint_scales + head * P + first + r, new_scales)
             result += tl.sum(folded * query[None, :], 1)
-            most = tl.maximum(most, tl.max(tl.abs(stored)))
+            quad = (h * P + first + r)[:, None] * (N // 4) + (part * (C // 4) + tl.arange(0, C // 4))[None, :]
+            quad = quad.to(tl.uint32)
+            stored = store_tile(
+                at,
+                scales_at,
+                None,
+                folded,
+                quad.to(tl.uint32),
+                number,
+                sequence,
+                stream.to(tl.uint32),
+                key,
+                STORE,
+                ROUNDS,
+            )
+            most = tl.maximum(most, stored)
         tl.store(output + (b * H + h) * P + first + r, narrowed(result, output.dtype.element_ty))
         if largest is not None:
             tl.store(largest + (i * H + h) * TILES + first // R, most)

@@ -11,9 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quantlab.kernels import read_copies, target
-from quantlab.kernels.checkpoints import rounded_tile, store_of
+from quantlab.kernels.checkpoints import store_of, store_tile
 from quantlab.kernels.decode import widened
-from quantlab.kernels.random import element_words
 from quantlab.kernels.slots import hand_off_kernel
 from quantlab.schemes.pool import LayerPool
 from quantlab.schemes.store import CHECKPOINT_PART
@@ -43,20 +42,18 @@ def load_kernel(
     inside = (v < V)[:, None] & (column < K)[None, :]
     within = v[:, None] * K + column[None, :]
     x = widened(tl.load(initial + (row.to(tl.int64) * H + h) * (V * K) + within, mask=inside, other=0))
-    random = None
-    if STORE.stochastic:
-        quad = (h * V + v)[:, None] * (K // 4) + tl.arange(0, COLUMNS // 4)[None, :]
-        sequence = tl.load(sequence_ids + slot).to(tl.uint32)
-        # Store number 0: the hand-off.
-        random = element_words(
-            quad.to(tl.uint32), sequence & 0, sequence, stream.to(tl.uint32), tl.load(seed), ROUNDS
-        )
-    codes, row_scales, stored = rounded_tile(x, random, STORE)
-    tl.store(checkpoint + (slot * H + h) * (V * K) + within, codes, mask=inside)
+    quad = ((h * V + v)[:, None] * (K // 4) + tl.arange(0, COLUMNS // 4)[None, :]).to(tl.uint32)
+    sequence, key = tl.load(sequence_ids + slot).to(tl.uint32), tl.load(seed)
+    number = sequence & 0  # the hand-off
+    scales_at = None
     if checkpoint_scales is not None:
-        tl.store(checkpoint_scales + (slot * H + h) * V + v, row_scales, mask=v < V)
+        scales_at = checkpoint_scales + (slot * H + h) * V + v
+    at = checkpoint + (slot * H + h) * (V * K) + within
+    stored = store_tile(
+        at, scales_at, inside, x, quad, number, sequence, stream.to(tl.uint32), key, STORE, ROUNDS
+    )
     if largest is not None:
-        tl.store(largest + (i * H + h) * TILES + tile, tl.max(tl.abs(stored)))
+        tl.store(largest + (i * H + h) * TILES + tile, stored)
 
 
 def launch(pool: LayerPool, slots: Tensor, initial: Tensor) -> None:

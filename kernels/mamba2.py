@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
-from quantlab.kernels.checkpoints import decoded_tile, rounded_tile
+from quantlab.kernels.checkpoints import decoded_tile, store_tile
 from quantlab.kernels.decode import widened
 from quantlab.kernels.packed import (
     HALF_UNIT,
@@ -34,7 +34,6 @@ from quantlab.kernels.packed import (
     product,
     three_parts,
 )
-from quantlab.kernels.random import element_words
 
 
 @triton.jit
@@ -202,17 +201,6 @@ def read_kernel(
     tl.store(d_buffer + record + n * P + row, narrowed(token, d_buffer.dtype.element_ty))
 
 
-@triton.jit
-def random_tile(
-    h, row, slot, store_numbers, sequence_ids, seed, stream, P: tl.constexpr, N: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
-    """Random words (rows, N) of a head's value rows, of the store after the slot's last one."""
-    counter = (h * P + row)[:, None] * (N // 4) + tl.arange(0, N // 4)[None, :]
-    number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
-    sequence = tl.load(sequence_ids + slot).to(tl.uint32)
-    return element_words(counter.to(tl.uint32), number, sequence, stream.to(tl.uint32), tl.load(seed), ROUNDS)
-
-
 # Triton would compile anew for a stream that is a multiple of 16.
 @triton.jit(do_not_specialize=("stream",))
 def step_kernel(
@@ -240,12 +228,12 @@ def step_kernel(
     query = widened(tl.load(q + (b * G + g) * N + column))
     value = widened(tl.load(d + (b * H + h) * P + p))
     folded = state * decay + value[:, None] * key[None, :]
-    random = None
-    if STORE.stochastic:
-        random = random_tile(h, p, slot, store_numbers, sequence_ids, seed, stream, P, N, ROUNDS)
-    codes, row_scales, _ = rounded_tile(folded, random, STORE)
-    tl.store(at, codes)
-    if checkpoint_scales is not None:
-        tl.store(checkpoint_scales + (slot * H + h) * P + p, row_scales)
     result = tl.sum(folded * query[None, :], 1)
     tl.store(output + (b * H + h) * P + p, narrowed(result, output.dtype.element_ty))
+    scales_at = None
+    if checkpoint_scales is not None:
+        scales_at = checkpoint_scales + (slot * H + h) * P + p
+    quad = ((h * P + p)[:, None] * (N // 4) + tl.arange(0, N // 4)[None, :]).to(tl.uint32)
+    number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
+    sequence, key = tl.load(sequence_ids + slot).to(tl.uint32), tl.load(seed)
+    store_tile(at, scales_at, None, folded, quad, number, sequence, stream.to(tl.uint32), key, STORE, ROUNDS)
