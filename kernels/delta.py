@@ -29,22 +29,17 @@ LARGEST_WINDOW = 64
 """A window's keys stay in the registers of one warp."""
 PRODUCT_WINDOW = 16
 """Records and token that one tile of a matrix product holds."""
-LANE_COLUMNS = 8
-"""Columns in a row that a lane owns of the tensor cores' left operand, as Triton 3.6 to 3.9 lay it out."""
 
 
 @dataclass(frozen=True)
 class Tuning:
     """How the kernels of one layer are launched; None where the shape decides.
 
-    read_rows, fold_rows: value rows of a tile.  read_tiles: tiles of a program.  read_stages: loads of a tile that are
-    under way at once.  read_registers, fold_registers: the most a thread may have.  fold_programs: they share the tiles
-    of the rows that flush.  product: whether a fold may be matrix products.
+    read_rows, fold_rows: value rows of a tile.  read_registers, fold_registers: the most a thread may have.
+    fold_programs: they share the tiles of the rows that flush.  product: whether a fold may be matrix products.
     """
 
     read_rows: int | None = None
-    read_tiles: int | None = None
-    read_stages: int = 1
     read_registers: int | None = None
     fold_rows: int | None = None
     fold_registers: int | None = None
@@ -70,7 +65,9 @@ class Scratch(NamedTuple):
     """What one launch leaves for the next, uninitialised: see ``delta_window`` and ``delta_fold``."""
 
     coefficients: Tensor
-    decays: Tensor | None
+    parts: Tensor | None
+    halves: Tensor | None
+    decays: Tensor
     vectors: Tensor | None
     largest: Tensor | None
 
@@ -143,15 +140,20 @@ def scratch_of(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> Scratch:
     """Memory between the launches of a step."""
     shape, by_key, batch = pool.shape, _by_key(pool), inputs.v.shape[0]
 
-    def memory(*sizes: int) -> Tensor:
-        return torch.empty((batch, shape.heads, *sizes), dtype=torch.float32, device=pool.device)
+    def memory(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty((batch, *sizes), dtype=dtype, device=pool.device)
 
-    parts = shape.value_dim // _fold_rows(pool, inputs, tuning)
+    heads, copy = shape.heads, pool.policy.read_copy is not None
+    dense = not (copy and pool.policy.options.key_read == "copy")
+    units = heads if by_key else shape.key_heads
+    tiles = shape.value_dim // _fold_rows(pool, inputs, tuning)
     return Scratch(
-        coefficients=memory(2, _held(pool)),
-        decays=None if by_key else memory(),
-        vectors=memory(2, shape.key_dim) if by_key else None,
-        largest=None if pool.policy.read_copy is None else memory(parts),
+        coefficients=memory(heads, 2, _held(pool)),
+        parts=memory(heads, 6, _held(pool), dtype=torch.bfloat16) if copy else None,
+        halves=memory(units, 4, shape.key_dim, dtype=torch.float16) if copy else None,
+        decays=memory(heads, 2),
+        vectors=memory(heads, 2, shape.key_dim) if by_key and dense else None,
+        largest=memory(heads, tiles) if copy else None,
     )
 
 
@@ -172,7 +174,7 @@ def fold_launch(
         "flush_rows": plan.flush_rows,
         "flush_count": plan.flush_count,
         "origin": _origin(pool),
-        **_copied(pool, words=product),
+        **_copied(pool),
         **_stored(pool),
         "k_buffer": pool.k_buffer,
         "d_buffer": pool.d_buffer,
@@ -188,8 +190,9 @@ def fold_launch(
     constants = {
         **_sizes(pool),
         **_window_sizes(pool),
-        **_views(pool),
+        "KEY_COPY": _key_copy(pool),
         "R": rows,
+        "SIZE": _power_below(shape.key_dim),
         "HEADS": _power_from(shape.heads // shape.key_heads),
         "BY_KEY": _by_key(pool),
         "OUTPUT_COPY": policy.read_copy is not None and policy.options.flush_read == "copy",
@@ -207,14 +210,11 @@ def read_launch(
 ) -> Launch:
     """The reads through the windows that are not full."""
     shape, copy = pool.shape, pool.policy.read_copy is not None
-    packed = copy and pool.policy.options.key_read == "copy"
-    rows = tuning.read_rows or _dividing(shape.value_dim, 64 if packed and shape.key_dim <= 128 else 16)
-    shared = 1 if _by_key(pool) else shape.heads // shape.key_heads
-    tiles = shared * (shape.value_dim // rows)
-    several = tuning.read_tiles or (4 if packed else 1)
-    several = next(n for n in range(min(several, tiles), 0, -1) if tiles % n == 0)
+    rows = tuning.read_rows or _dividing(
+        shape.value_dim, 64 if _key_copy(pool) and shape.key_dim <= 128 else 16
+    )
     arguments = {
-        **_copied(pool, words=True),
+        **_copied(pool),
         **_stored(pool),
         "d_buffer": pool.d_buffer,
         "v_buffer": pool.v_buffer,
@@ -228,14 +228,13 @@ def read_launch(
     constants = {
         **_sizes(pool),
         **_window_sizes(pool),
-        **_views(pool),
         "R": rows,
-        "TILES": several,
-        "STAGES": tuning.read_stages,
         "SIZE": _power_below(shape.key_dim),
-        "WIDTH": LANE_COLUMNS,
+        "COPY": copy,
+        "BY_KEY": _by_key(pool),
+        "KEY_COPY": _key_copy(pool),
     }
-    programs = output.shape[0] * (shape.heads // shared) * (tiles // several)
+    programs = output.shape[0] * shape.heads * (shape.value_dim // rows)
     return Launch(read_kernel, programs, arguments, constants, _options(1, tuning.read_registers))
 
 
@@ -279,11 +278,10 @@ def _stored(pool: LayerPool) -> dict[str, Any]:
     return {"checkpoint": pool.checkpoint, "checkpoint_scales": pool.checkpoint_scales}
 
 
-def _copied(pool: LayerPool, *, words: bool) -> dict[str, Any]:
+def _copied(pool: LayerPool) -> dict[str, Any]:
     codes = pool.copy_codes
-    if words and codes is not None:
-        codes = codes.view(torch.int32)
-    return {"codes": codes, "scales": pool.copy_scales, "global_scale": pool.copy_global_scale}
+    words = None if codes is None else codes.view(torch.int32)
+    return {"codes": words, "scales": pool.copy_scales, "global_scale": pool.copy_global_scale}
 
 
 def _token(inputs: StepInputs) -> dict[str, Any]:
@@ -311,7 +309,6 @@ def _sizes(pool: LayerPool) -> dict[str, Any]:
         "KP": _power_from(shape.key_dim),
         "INNER": inner_of(pool.checkpoint.element_size(), shape.key_dim),
         "STORE": store_of(pool.policy.checkpoint),
-        "NATIVE": not target.interpreting(),
     }
 
 
@@ -319,13 +316,9 @@ def _window_sizes(pool: LayerPool) -> dict[str, int]:
     return {"L": pool.policy.window, "J": _held(pool), "RING": max(pool.records, 1)}
 
 
-def _views(pool: LayerPool) -> dict[str, Any]:
-    copy, options = pool.policy.read_copy, pool.policy.options
-    return {
-        "COPY": None if copy is None else copy.name,
-        "COPY_ELEMENT": None if copy is None else copy.element,
-        "KEY_COPY": copy is not None and options.key_read == "copy",
-    }
+def _key_copy(pool: LayerPool) -> bool:
+    """Whether the read copy serves S k."""
+    return pool.policy.read_copy is not None and pool.policy.options.key_read == "copy"
 
 
 def _options(warps: int, registers: int | None) -> dict[str, int]:

@@ -18,7 +18,6 @@ import triton.language as tl
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.decode import widened
 from quantlab.kernels.delta_product import product_tile
-from quantlab.kernels.delta_read import record_sums
 from quantlab.kernels.delta_tiles import (
     by_row,
     copy_tile,
@@ -49,12 +48,13 @@ def step_decay(log_decay, head, column, K: tl.constexpr, BY_KEY: tl.constexpr):
     return factor
 
 
-@triton.jit
+# Triton would compile anew for a stream that is a multiple of 16.
+@triton.jit(do_not_specialize=("stream",))
 def step_kernel(
     checkpoint, checkpoint_scales, positions, slots, q, k, v, log_decay, beta, output, store_numbers, sequence_ids,
     seed, stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
-    INNER: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr, NATIVE: tl.constexpr,
+    INNER: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """One token of every row, R value rows of a head a program; the output is read before rounding.
@@ -90,14 +90,63 @@ def step_kernel(
 
 
 @triton.jit
+def viewed_read(
+    state, value, strength, key, query, slot, b, h, tile, origin, codes, scales, global_scale, k_buffer, d_buffer,
+    log_decay_buffer, q, k, log_decay,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
+    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, BY_KEY: tl.constexpr,
+    KEY_COPY: tl.constexpr,
+):  # fmt: skip
+    """What the token of a full window reads through the copy (S k from the checkpoint without KEY_COPY) and the
+    records' d as they are: its d and the output.
+    """
+    j, column, head = tl.arange(0, J), tile_columns(KP, INNER), slot * H + h
+    own = tl.max(tl.max(row_sums(key * query), 1), 0)
+    whole = 1.0
+    if BY_KEY:
+        from_key, from_query, _, _, _ = channel_coefficients(
+            k_buffer, log_decay_buffer, origin, slot, b, h, L - 1, q, k, log_decay, H, G, K, KP, L, J, RING
+        )
+        total = entries(log_decay + (b * H + h) * K, column, K)
+        for i in range(L - 1):
+            gate = head * RING + ring_place(origin, slot, i, RING)
+            total += entries(log_decay_buffer + gate * K, column, K)
+        key *= tl.exp(total)
+        query *= tl.exp(total)
+    else:
+        one = tl.arange(0, 1)
+        from_key, from_query, whole, _ = head_coefficients(
+            k_buffer, log_decay_buffer, origin, slot, b, h + one, one == 0, L - 1, q, k, log_decay,
+            H, G, K, KP, L, J, RING,
+        )  # fmt: skip
+        from_key, from_query, whole = tl.sum(from_key, 0), tl.sum(from_query, 0), tl.sum(whole, 0)
+    first = head * V + tile * R
+    viewed = copy_tile(codes, scales, global_scale, head, first, tile_rows(R), K, KP, INNER)
+    along_query = row_sums(viewed * query) * whole
+    if KEY_COPY:
+        along_key = row_sums(viewed * key) * whole
+    else:
+        along_key = row_sums(state * key) * whole
+    if L > 1:
+        record = (head * RING + ring_place(origin, slot, j, RING)) * V
+        at = record[:, None, None] + tile * R + tile_rows(R)[None, :, :]
+        records = widened(tl.load(d_buffer + at, mask=(j < L - 1)[:, None, None], other=0))
+        along_key += tl.sum(records * from_key[:, None, None], 0)
+        # The token's own coefficient stands at L - 1, where the tile of records is zero.
+        along_query += tl.sum(records * from_query[:, None, None], 0)
+    d = strength * (value - along_key)
+    return d, along_query + d * own
+
+
+@triton.jit
 def fold_tile(
     item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, checkpoint_scales, k_buffer, d_buffer,
     v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest, store_numbers, sequence_ids,
     seed, stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
-    STORE: tl.constexpr, COPY: tl.constexpr, COPY_ELEMENT: tl.constexpr, BY_KEY: tl.constexpr,
-    KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr, NATIVE: tl.constexpr,
+    STORE: tl.constexpr, BY_KEY: tl.constexpr,
+    KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Tile ``item`` of the flushing rows: fold, output, round, store, and the largest stored magnitude.
@@ -122,70 +171,11 @@ def fold_tile(
     strength = widened(tl.load(beta + b * H + h))
 
     if VIEWED:
-        whole = 1.0
-        own = tl.max(tl.max(row_sums(key * query), 1), 0)
-        key_read, query_read = key, query
-        if BY_KEY:
-            from_key, from_query, _, _, _ = channel_coefficients(
-                k_buffer,
-                log_decay_buffer,
-                origin,
-                slot,
-                b,
-                h,
-                L - 1,
-                q,
-                k,
-                log_decay,
-                H,
-                G,
-                K,
-                KP,
-                L,
-                J,
-                RING,
-            )
-            total = entries(log_decay + (b * H + h) * K, column, K)
-            for j in range(L - 1):
-                gate = head * RING + ring_place(origin, slot, j, RING)
-                total += entries(log_decay_buffer + gate * K, column, K)
-            key_read *= tl.exp(total)
-            query_read *= tl.exp(total)
-        else:
-            one = tl.arange(0, 1)
-            from_key, from_query, whole, _ = head_coefficients(
-                k_buffer, log_decay_buffer, origin, slot, b, h + one, one == 0, L - 1, q, k, log_decay,
-                H, G, K, KP, L, J, RING,
-            )  # fmt: skip
-            from_key, from_query, whole = tl.sum(from_key, 0), tl.sum(from_query, 0), tl.sum(whole, 0)
-        viewed = copy_tile(codes, scales, global_scale, head, first, r, K, KP, INNER, COPY, COPY_ELEMENT)
-        along_query = row_sums(viewed * query_read) * whole
-        if KEY_COPY:
-            along_key = row_sums(viewed * key_read) * whole
-        else:
-            along_key = row_sums(state * key_read) * whole
-        if L > 1:
-            from_records, of_query = record_sums(
-                d_buffer,
-                origin,
-                slot,
-                head,
-                tile * R,
-                tl.arange(0, R),
-                L - 1,
-                from_key,
-                from_query,
-                None,
-                V,
-                J,
-                RING,
-                NATIVE,
-            )
-            along_key += tl.reshape(from_records, (R // 8, 8))
-            along_query += tl.reshape(of_query, (R // 8, 8))
-        read_d = strength * (value - along_key)
-        viewed_output = along_query + read_d * own
-
+        read_d, viewed_output = viewed_read(
+            state, value, strength, key, query, slot, b, h, tile, origin, codes, scales, global_scale, k_buffer,
+            d_buffer, log_decay_buffer, q, k, log_decay,
+            H, G, V, K, KP, L, J, RING, R, INNER, BY_KEY, KEY_COPY,
+        )  # fmt: skip
     for j in range(L - 1):
         place = ring_place(origin, slot, j, RING)
         record_key = entries(k_buffer + ((slot * G + g) * RING + place) * K, column, K)
@@ -219,46 +209,47 @@ def fold_tile(
         tl.store(largest + item, most)
 
 
-@triton.jit
+# Triton would compile anew for a stream or a number of programs that is a multiple of 16.
+@triton.jit(do_not_specialize=("stream", "folds"))
 def window_fold_kernel(
     positions, slots, flush_rows, flush_count, origin, codes, scales, global_scale, checkpoint, checkpoint_scales,
-    k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, coefficients, decays,
-    vectors, largest, store_numbers, sequence_ids, seed, stream, folds,
+    k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, coefficients, parts,
+    halves, decays, vectors, largest, store_numbers, sequence_ids, seed, stream, folds,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
-    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
-    HEADS: tl.constexpr, STORE: tl.constexpr, COPY: tl.constexpr, COPY_ELEMENT: tl.constexpr, BY_KEY: tl.constexpr,
-    KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr,
-    NATIVE: tl.constexpr, ROUNDS: tl.constexpr, PRODUCT: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
+    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, HEADS: tl.constexpr,
+    SIZE: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr,
+    ROUNDS: tl.constexpr, PRODUCT: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """The first ``folds`` programs share the tiles of the rows that flush; the others prepare the windows of the rest.
 
-    largest: float32 (B, H, V / R), at the number of the flush; None without a copy.
+    largest: float32 (B, H, V / R), at the number of the flush; None without a copy.  KEY_COPY: whether the copy serves
+    S k; OUTPUT_COPY: whether it serves the output of a flush.
     """
     pid = tl.program_id(0)
     if pid < folds:
         total = tl.load(flush_count) * (H * (V // R))
+        # Invariants of the loop would live in registers all the time.
         for item in tl.range(pid, total, folds, num_stages=1, disable_licm=True):
             if PRODUCT:
                 product_tile(
                     item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, k_buffer, d_buffer,
                     v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest,
-                    H, G, V, K, KP, L, J, LEVELS, RING, R, WARPS, KEY_COPY, NATIVE,
+                    H, G, V, K, KP, L, J, LEVELS, RING, R, WARPS, KEY_COPY, SIZE,
                 )  # fmt: skip
             else:
                 fold_tile(
                     item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, checkpoint_scales,
                     k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output,
                     largest, store_numbers, sequence_ids, seed, stream,
-                    H, G, V, K, KP, L, J, RING, R, INNER, STORE, COPY, COPY_ELEMENT, BY_KEY, KEY_COPY,
-                    OUTPUT_COPY, NATIVE, ROUNDS,
+                    H, G, V, K, KP, L, J, RING, R, INNER, STORE, BY_KEY, KEY_COPY, OUTPUT_COPY, ROUNDS,
                 )  # fmt: skip
     elif BY_KEY:
         channel_window(
             pid - folds, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
-            coefficients, vectors, H, G, K, KP, L, J, RING,
+            coefficients, parts, halves, decays, vectors, H, G, K, KP, L, J, RING, SIZE, KEY_COPY,
         )  # fmt: skip
     else:
         head_window(
             pid - folds, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
-            coefficients, decays, H, G, K, KP, L, J, RING, HEADS,
+            coefficients, parts, halves, decays, H, G, K, KP, L, J, RING, HEADS, SIZE, KEY_COPY,
         )  # fmt: skip

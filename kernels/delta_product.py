@@ -29,9 +29,16 @@ import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.decode import widened
-from quantlab.kernels.delta_read import copy_operand, copy_vectors
-from quantlab.kernels.delta_window import column_sums, ring_place
-from quantlab.kernels.packed import COPY_UNIT, add_product, three_parts
+from quantlab.kernels.delta_read import copy_operand
+from quantlab.kernels.delta_window import ring_place
+from quantlab.kernels.packed import (
+    HALF_UNIT,
+    LOW_QUERY,
+    half_query,
+    key_of_half_column,
+    product,
+    three_parts,
+)
 
 
 @triton.jit
@@ -67,29 +74,29 @@ def from_rows(x, R: tl.constexpr, SIZE: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def exact_product(left, right, total, NATIVE: tl.constexpr):
+def exact_product(left, right, total):
     """total + float32 left @ bfloat16 right; total None for nothing."""
     high, middle, low = three_parts(left)
-    total = add_product(low, right, total, NATIVE)
-    total = add_product(middle, right, total, NATIVE)
-    return add_product(high, right, total, NATIVE)
+    total = product(low, right, total)
+    total = product(middle, right, total)
+    return product(high, right, total)
 
 
 @triton.jit
-def wide_product(left, right, NATIVE: tl.constexpr):
+def wide_product(left, right):
     """float32 left @ float32 right, but for terms of 2^-24 of what they sum."""
     high, middle, low = three_parts(left)
     right_high, right_middle, right_low = three_parts(right)
-    total = add_product(low, right_high, None, NATIVE)
-    total = add_product(middle, right_middle, total, NATIVE)
-    total = add_product(high, right_low, total, NATIVE)
-    total = add_product(middle, right_high, total, NATIVE)
-    total = add_product(high, right_middle, total, NATIVE)
-    return add_product(high, right_high, total, NATIVE)
+    total = product(low, right_high, None)
+    total = product(middle, right_middle, total)
+    total = product(high, right_low, total)
+    total = product(middle, right_high, total)
+    total = product(high, right_middle, total)
+    return product(high, right_high, total)
 
 
 @triton.jit
-def inverse(strict, J: tl.constexpr, LEVELS: tl.constexpr, NATIVE: tl.constexpr):
+def inverse(strict, J: tl.constexpr, LEVELS: tl.constexpr):
     """(I + strict)^-1 of a strictly lower triangular (J, J), J = 2^LEVELS."""
     i, j = tl.arange(0, J)[:, None], tl.arange(0, J)[None, :]
     result = tl.where(i == j, 1.0, 0.0)
@@ -98,7 +105,7 @@ def inverse(strict, J: tl.constexpr, LEVELS: tl.constexpr, NATIVE: tl.constexpr)
         below = (i // (2 * half) == j // (2 * half)) & (i % (2 * half) >= half) & (j % (2 * half) < half)
         block = tl.where(below, strict, 0.0)
         if half > 1:
-            block = wide_product(result, wide_product(block, result, NATIVE), NATIVE)
+            block = wide_product(result, wide_product(block, result))
         result -= block
     return result
 
@@ -149,19 +156,25 @@ def window_vectors(
 
 @triton.jit
 def copy_along_key(
-    words, scales, global_scale, head, first, key, K: tl.constexpr, R: tl.constexpr, NATIVE: tl.constexpr
+    words, scales, global_scale, head, first, key, K: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr
 ):
-    """(NVFP4 copy) k in rows first + r of all rows, (R,); key: bfloat16."""
-    REST: tl.constexpr = K & (K - 1) and K & -K
-    SIZE: tl.constexpr = K - REST
+    """(NVFP4 copy) k in rows first + r of all rows, (R,); key: a pointer to bfloat16."""
+    REST: tl.constexpr = K - SIZE
     r = tl.arange(0, R)
-    left = copy_operand(words, scales, first, r, 0, SIZE, K, R, 8, NATIVE)
-    total = add_product(left, copy_vectors(key, key, 0, SIZE, 1, 8), None, NATIVE)
+    total = key_product(copy_operand(words, scales, first, r, 0, SIZE, K, R), key, SIZE)
     if REST > 0:
-        left = copy_operand(words, scales, first, r, SIZE, REST, K, R, 8, NATIVE)
-        total = add_product(left, copy_vectors(key, key, SIZE, REST, 1, 8), total, NATIVE)
-    along_key, _ = column_sums(total)
-    return along_key * (tl.load(global_scale + head) * COPY_UNIT)
+        total += key_product(copy_operand(words, scales, first, r, SIZE, REST, K, R), key + SIZE, REST)
+    return total * (tl.load(global_scale + head) * HALF_UNIT)
+
+
+@triton.jit
+def key_product(left, key, SIZE: tl.constexpr):
+    """``half_operand`` (R, SIZE) times the vector behind ``key``, (R,)."""
+    c = tl.arange(0, 8)[None, :]
+    high, low, unit = half_query(widened(tl.load(key + key_of_half_column(tl.arange(0, SIZE), SIZE))))
+    right = tl.where(c == 0, high[:, None], tl.where(c == 1, low[:, None], 0.0)).to(tl.float16)
+    total = product(left, right, None)
+    return tl.sum(tl.where(c == 1, total * LOW_QUERY, total), 1) * unit
 
 
 @triton.jit
@@ -170,7 +183,7 @@ def product_tile(
     beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, LEVELS: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, WARPS: tl.constexpr,
-    KEY_COPY: tl.constexpr, NATIVE: tl.constexpr,
+    KEY_COPY: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Tile ``item`` of the flushing rows: fold, output, store in float32, and the largest stored magnitude.
 
@@ -197,32 +210,32 @@ def product_tile(
         log_decay_buffer, origin, slot, b, h, log_decay, H, L, J, RING
     )
 
-    scores = add_product(keys_one, tl.trans(keys_one), None, NATIVE)
-    scores = add_product(keys_two, tl.trans(keys_two), scores, NATIVE) * between
+    scores = product(keys_one, tl.trans(keys_one), None)
+    scores = product(keys_two, tl.trans(keys_two), scores) * between
     if v_buffer is not None or not KEY_COPY:
-        predicted = exact_product(one, tl.trans(keys_one), None, NATIVE)
-        predicted = exact_product(two, tl.trans(keys_two), predicted, NATIVE) * gamma[None, :]
+        predicted = exact_product(one, tl.trans(keys_one), None)
+        predicted = exact_product(two, tl.trans(keys_two), predicted) * gamma[None, :]
     last = j == L - 1
     if v_buffer is not None:
         values = window_vectors(v_buffer, origin, slot, h, tile * R, H, V, L, J, R, RING)
         values = tl.where(last[None, :], value[:, None], values)
         at = head * RING + ring_place(origin, slot, j, RING)
         strengths = tl.where(last, strength, tl.load(beta_buffer + at, mask=j < L - 1, other=0))
-        solved = inverse(scores * strengths[:, None], J, LEVELS, NATIVE)
-        deltas = wide_product((values - predicted) * strengths[None, :], tl.trans(solved), NATIVE)
+        solved = inverse(scores * strengths[:, None], J, LEVELS)
+        deltas = wide_product((values - predicted) * strengths[None, :], tl.trans(solved))
     else:
         deltas = window_vectors(d_buffer, origin, slot, h, tile * R, H, V, L, J, R, RING)
         if KEY_COPY:
             key = k + (b * G + g) * K
-            along_key = copy_along_key(words, scales, global_scale, head, first, key, K, R, NATIVE) * whole
+            along_key = copy_along_key(words, scales, global_scale, head, first, key, K, SIZE, R) * whole
         else:
             along_key = tl.sum(tl.where(last[None, :], predicted, 0.0), 1)
         from_key = tl.sum(tl.where(last[:, None], scores, 0.0), 0)
         along_key += tl.sum(deltas * from_key[None, :], 1)
         deltas = tl.where(last[None, :], (strength * (value - along_key))[:, None], deltas)
     deltas *= weight[None, :]
-    one = one * whole + exact_product(deltas, keys_one, None, NATIVE)
-    two = two * whole + exact_product(deltas, keys_two, None, NATIVE)
+    one = one * whole + exact_product(deltas, keys_one, None)
+    two = two * whole + exact_product(deltas, keys_two, None)
     query = q + (b * G + g) * K
     query_one = widened(tl.load(query + key_of_place(tl.arange(0, ONE))))
     query_two = widened(tl.load(query + ONE + key_of_place(tl.arange(0, TWO))))

@@ -3,8 +3,8 @@
     p = S' k        d = beta (v - p)        o = S' q + d (k . q)
 
 with S' k and S' q as in ``delta_window``, whose coefficients a launch before has written.  Both come out of one pass
-over the stored state: of an NVFP4 copy as columns of one matrix product with its codes (``packed``), whose operand
-takes what an NVFP4 code is, exactly; of anything else as sums of float32 products.
+over the stored state: of an NVFP4 copy as columns of one matrix product with its codes, which ``packed`` makes an exact
+operand of tensor cores; of the checkpoint as sums of float32 products.
 """
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
@@ -16,63 +16,35 @@ import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.decode import widened
-from quantlab.kernels.delta_tiles import copy_tile, dense_tile, row_sums, tile_columns, tile_rows
-from quantlab.kernels.delta_window import (
-    both_columns,
-    coefficient_columns,
-    column_sums,
-    entries,
-    ring_place,
-)
-from quantlab.kernels.packed import COPY_UNIT, add_product, key_of_column, operand
+from quantlab.kernels.delta_tiles import dense_tile, row_sums, tile_columns, tile_rows
+from quantlab.kernels.delta_window import column_sums, entries, ring_place
+from quantlab.kernels.packed import HALF_UNIT, LOW_QUERY, half_operand, product
 
 
 @triton.jit
 def copy_operand(
-    words, scales, first, r, START: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    WIDTH: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """Columns START to START + SIZE of the NVFP4 copy's rows first + r as a bfloat16 operand (R, SIZE)."""
+    words, scales, first, r, START: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, R: tl.constexpr
+):
+    """Key dims START to START + SIZE of the NVFP4 copy's rows first + r as a float16 operand (R, SIZE)."""
     word = START // 8 + tl.arange(0, SIZE // 8)
     block = START // 16 + tl.arange(0, SIZE // 16)
     tile = tl.load(words + first * (K // 8) + (r[:, None] * (K // 8) + word[None, :]))
     tile_scales = tl.load(scales + first * (K // 16) + (r[:, None] * (K // 16) + block[None, :]))
-    return operand(tile, tile_scales, R, SIZE, WIDTH, NATIVE)
+    return half_operand(tile, tile_scales, R, SIZE)
 
 
 @triton.jit
-def copy_vectors(
-    key, query, START: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """What ``copy_operand`` is multiplied by: (SIZE, 8) of the vectors behind two pointers."""
-    column = START + key_of_column(tl.arange(0, SIZE), SIZE, WIDTH)
-    return both_columns(widened(tl.load(key + column)), widened(tl.load(query + column)), PARTS)
-
-
-@triton.jit
-def record_sums(
-    d_buffer, origin, slot, head, first_row, r, n, from_key, from_query, total, V: tl.constexpr, J: tl.constexpr,
-    RING: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """sum_j coefficient_j d_j in rows first_row + r of a head, along key and query, (R,) each.
-
-    total: (R, 8) to which a bfloat16 window is added by tensor cores, or None.
-    """
-    j = tl.arange(0, J)
-    at = (head * RING + ring_place(origin, slot, j, RING))[:, None] * V + (first_row + r)[None, :]
-    records = tl.load(d_buffer + at, mask=(j < n)[:, None], other=0)
-    if records.dtype == tl.bfloat16:
-        right = coefficient_columns(from_key, from_query)
-        along_key, along_query = column_sums(add_product(tl.trans(records), right, total, NATIVE))
-    else:
-        records = widened(records)
-        along_key = tl.sum(records * from_key[:, None], 0)
-        along_query = tl.sum(records * from_query[:, None], 0)
-        if total is not None:
-            from_state, of_query = column_sums(total)
-            along_key += from_state
-            along_query += of_query
-    return along_key, along_query
+def copy_product(words, scales, first, r, halves, K: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):
+    """The copy's rows first + r times the columns of ``delta_window.store_halves``: (R, 8)."""
+    c, column = tl.arange(0, 8), tl.arange(0, SIZE)
+    right = tl.load(halves + c[:, None] * K + column[None, :], mask=(c < 4)[:, None], other=0)
+    total = product(copy_operand(words, scales, first, r, 0, SIZE, K, R), tl.trans(right), None)
+    if SIZE < K:
+        rest = tl.arange(0, K - SIZE)
+        right = tl.load(halves + SIZE + c[:, None] * K + rest[None, :], mask=(c < 4)[:, None], other=0)
+        left = copy_operand(words, scales, first, r, SIZE, K - SIZE, K, R)
+        total = product(left, tl.trans(right), total)
+    return total
 
 
 @triton.jit
@@ -85,91 +57,73 @@ def flat_rows(x):
 @triton.jit
 def read_kernel(
     codes, scales, global_scale, checkpoint, checkpoint_scales, d_buffer, v_buffer, positions, slots, origin,
-    q, k, v, beta, coefficients, decays, vectors, output,
+    q, k, v, beta, coefficients, parts, halves, decays, vectors, output,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
-    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, STORE: tl.constexpr, COPY: tl.constexpr,
-    COPY_ELEMENT: tl.constexpr, KEY_COPY: tl.constexpr,
-    NATIVE: tl.constexpr,
+    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr,
+    STORE: tl.constexpr, COPY: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
 ):  # fmt: skip
-    """Rows that do not flush: output (B, H, V), and d (and v) behind the window.
+    """Rows that do not flush: output (B, H, V), and d (and v) behind the window.  R value rows of a head a program.
 
-    A program takes TILES tiles of R value rows of one key head, or of one head where the decay is one of key channels
-    (``vectors`` (B, H, 2, K) instead of ``decays`` (B, H)).  COPY: name of the copy's format, None without one; codes
-    are int32 words for nvfp4.  SIZE: the largest power of two in K.  KEY_COPY: whether the copy serves S k, too.
+    COPY: whether there is an NVFP4 copy, codes as int32 words.  KEY_COPY: whether it serves S k.  SIZE: the largest
+    power of two in K.  Coefficients and what follows: what ``head_window`` or ``channel_window`` (BY_KEY) has left.
     """
-    SHARED: tl.constexpr = H // G if vectors is None else 1
-    PER_HEAD: tl.constexpr = V // R
-    CHUNKS: tl.constexpr = SHARED * PER_HEAD // TILES
-    UNITS: tl.constexpr = H // SHARED
-    PACKED: tl.constexpr = COPY == "nvfp4"
-    DENSE: tl.constexpr = COPY is None or not KEY_COPY
+    TILES: tl.constexpr = V // R
+    DENSE: tl.constexpr = not (COPY and KEY_COPY)
     pid = tl.program_id(0)
-    b, unit = pid // (UNITS * CHUNKS), (pid // CHUNKS) % UNITS
+    b, h, tile = pid // (H * TILES), (pid // TILES) % H, pid % TILES
     n = tl.load(positions + b)
     if (n < 0) | (n == L - 1):
         return
     slot = tl.load(slots + b).to(tl.int64)
-    r, j, column = tl.arange(0, R), tl.arange(0, J), tile_columns(KP, INNER)
+    r, j, c, g = tl.arange(0, R), tl.arange(0, J), tl.arange(0, 8), h // (H // G)
+    head = slot * H + h
+    row = tile * R + r
     place = ring_place(origin, slot, n, RING)
-    if vectors is None:
-        key_at, query_at = k + (b * G + unit) * K, q + (b * G + unit) * K
+    record = (head * RING + ring_place(origin, slot, j, RING))[:, None] * V + row[None, :]
+    records = tl.load(d_buffer + record, mask=(j < n)[:, None], other=0)
+    value = widened(tl.load(v + (b * H + h) * V + row))
+    strength = widened(tl.load(beta + b * H + h))
+    window = coefficients + (b * H + h) * (2 * J)
+    own = tl.load(window + J + n)
+    key_decay, query_decay = tl.load(decays + 2 * (b * H + h)), tl.load(decays + 2 * (b * H + h) + 1)
+    if COPY:
+        unit = tl.load(global_scale + head) * HALF_UNIT
+        halves_at = halves + (b * H + h if BY_KEY else b * G + g) * (4 * K)
+        total = copy_product(codes, scales, head * V + tile * R, r, halves_at, K, SIZE, R)
+        factor = tl.where(c < 2, key_decay if KEY_COPY else 0.0, query_decay)
+        factor = tl.where(c % 2 == 1, factor * LOW_QUERY, factor) * unit
+        total *= factor[None, :]
     else:
-        key_at = vectors + (b * H + unit) * (2 * K)
-        query_at = key_at + K
-    if PACKED:
-        PARTS: tl.constexpr = 1 if key_at.dtype.element_ty == tl.bfloat16 else 3
-        right = copy_vectors(key_at, query_at, 0, SIZE, PARTS, WIDTH)
-        if SIZE < K:
-            right_rest = copy_vectors(key_at, query_at, SIZE, K - SIZE, PARTS, WIDTH)
-    if DENSE or not PACKED:
-        key, query = entries(key_at, column, K), entries(query_at, column, K)
-    for i in tl.range(TILES, num_stages=STAGES):
-        tile = (pid % CHUNKS) * TILES + i
-        h = unit * SHARED + tile // PER_HEAD
-        first_row = (tile % PER_HEAD) * R
-        head = slot * H + h
-        first = head * V + first_row
-        at = (b * H + h) * V + first_row + r
-        value = widened(tl.load(v + at))
-        strength = widened(tl.load(beta + b * H + h))
-        from_key = tl.load(coefficients + (b * H + h) * (2 * J) + j)
-        from_query = tl.load(coefficients + (b * H + h) * (2 * J) + J + j)
-        own = tl.load(coefficients + (b * H + h) * (2 * J) + J + n)
-        whole = 1.0
-        if vectors is None:
-            whole = tl.load(decays + b * H + h)
-        if PACKED:
-            left = copy_operand(codes, scales, first, r, 0, SIZE, K, R, WIDTH, NATIVE)
-            total = add_product(left, right, None, NATIVE)
-            if SIZE < K:
-                left = copy_operand(codes, scales, first, r, SIZE, K - SIZE, K, R, WIDTH, NATIVE)
-                total = add_product(left, right_rest, total, NATIVE)
-            unit_scale = tl.load(global_scale + head) * COPY_UNIT
-            total *= whole * unit_scale
-            if not KEY_COPY:
-                total = tl.where((tl.arange(0, 8) < 3)[None, :], 0.0, total)
-        else:
-            total = None
-        along_key, along_query = record_sums(
-            d_buffer, origin, slot, head, first_row, r, n, from_key, from_query, total, V, J, RING, NATIVE
+        total = None
+    if COPY and d_buffer.dtype.element_ty == tl.bfloat16:
+        weights = tl.load(
+            parts + (b * H + h) * (6 * J) + c[:, None] * J + j[None, :], mask=(c < 6)[:, None], other=0
         )
-        if COPY is not None and not PACKED:
-            state = copy_tile(
-                codes, scales, global_scale, head, first, tile_rows(R), K, KP, INNER, COPY, COPY_ELEMENT
-            )
-            along_query += flat_rows(state * query) * whole
-            if KEY_COPY:
-                along_key += flat_rows(state * key) * whole
-        if DENSE:
-            state = dense_tile(checkpoint, checkpoint_scales, first, tile_rows(R), K, KP, INNER, STORE)
-            along_key += flat_rows(state * key) * whole
-            if COPY is None:
-                along_query += flat_rows(state * query) * whole
-        d = strength * (value - along_key)
-        result = along_query + d * own
-        tl.store(output + at, narrowed(result, output.dtype.element_ty))
-        record = (head * RING + place) * V + first_row + r
-        tl.store(d_buffer + record, narrowed(d, d_buffer.dtype.element_ty))
-        if v_buffer is not None:
-            tl.store(v_buffer + record, narrowed(value, v_buffer.dtype.element_ty))
+        along_key, along_query = column_sums(product(tl.trans(records), tl.trans(weights), total))
+    else:
+        along_key = tl.sum(widened(records) * tl.load(window + j)[:, None], 0)
+        # The token's own coefficient stands at j = n, where the tile of records is zero.
+        along_query = tl.sum(widened(records) * tl.load(window + J + j)[:, None], 0)
+        if COPY:
+            from_key, from_query = column_sums(total)
+            along_key += from_key
+            along_query += from_query
+    if DENSE:
+        column = tile_columns(KP, INNER)
+        state = dense_tile(
+            checkpoint, checkpoint_scales, head * V + tile * R, tile_rows(R), K, KP, INNER, STORE
+        )
+        if BY_KEY:
+            key_at = vectors + (b * H + h) * (2 * K)
+            query_at = key_at + K
+        else:
+            key_at, query_at = k + (b * G + g) * K, q + (b * G + g) * K
+        along_key += flat_rows(state * entries(key_at, column, K)) * key_decay
+        if not COPY:
+            along_query += flat_rows(state * entries(query_at, column, K)) * query_decay
+    d = strength * (value - along_key)
+    tl.store(output + (b * H + h) * V + row, narrowed(along_query + d * own, output.dtype.element_ty))
+    new = (head * RING + place) * V + row
+    tl.store(d_buffer + new, narrowed(d, d_buffer.dtype.element_ty))
+    if v_buffer is not None:
+        tl.store(v_buffer + new, narrowed(value, v_buffer.dtype.element_ty))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.checkpoints import rounded_tile
-from quantlab.kernels.decode import e4m3, e8m0, element_value, widened
+from quantlab.kernels.decode import e4m3, element_value, widened
 from quantlab.kernels.random import element_words
 
 
@@ -120,28 +120,20 @@ def row_words(
 
 @triton.jit
 def copy_tile(
-    codes, scales, global_scale, head, first, r, K: tl.constexpr, KP: tl.constexpr, INNER: tl.constexpr,
-    COPY: tl.constexpr, ELEMENT: tl.constexpr,
-):  # fmt: skip
-    """The read copy's values in rows first + r of all rows, which are of ``head`` of all heads (S, H).
+    codes, scales, global_scale, head, first, r, K: tl.constexpr, KP: tl.constexpr, INNER: tl.constexpr
+):
+    """The NVFP4 copy's values in rows first + r of all rows, which are of ``head`` of all heads (S, H).
 
-    COPY: "nvfp4", "mxfp4" or "fp8_e4m3"; codes and scales as bytes.  ELEMENT: of the copy.
+    codes: int32 words.
     """
     column = tile_columns(KP, INNER)
-    row = by_row(r)
-    inside = column < K
-    if COPY == "fp8_e4m3":
-        code = tl.load(codes + first * K + (row * K + column), mask=inside, other=0)
-        values = element_value(code, ELEMENT) * by_row(tl.load(scales + first + r))
-    else:
-        byte = tl.load(codes + first * (K // 2) + (row * (K // 2) + column // 2), mask=inside, other=0)
-        code = (byte.to(tl.int32) >> (4 * (column % 2))) & 15
-        BLOCK: tl.constexpr = 16 if COPY == "nvfp4" else 32
-        scale = tl.load(
-            scales + first * (K // BLOCK) + (row * (K // BLOCK) + column // BLOCK), mask=inside, other=0
-        )
-        if COPY == "nvfp4":
-            values = element_value(code, ELEMENT) * (e4m3(scale) * tl.load(global_scale + head))
-        else:
-            values = element_value(code, ELEMENT) * e8m0(scale)
-    return values
+    row, inside = by_row(r), column < K
+    words = tl.load(codes + first * (K // 8) + (row * (K // 8) + column // 8), mask=inside, other=0)
+    code = ((words >> (4 * (column % 8))) & 15).to(tl.uint32)
+    magnitude = ((code & 7) << 22).to(tl.float32, bitcast=True) * TWO_126
+    value = tl.where(code >= 8, -magnitude, magnitude)
+    scale = tl.load(scales + first * (K // 16) + (row * (K // 16) + column // 16), mask=inside, other=0)
+    return value * (e4m3(scale) * tl.load(global_scale + head))
+
+
+TWO_126: tl.constexpr = tl.constexpr(2.0**126)

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.decode import widened
+from quantlab.kernels.packed import half_query, three_parts
 
 
 @triton.jit
@@ -134,19 +135,21 @@ def channel_coefficients(
 @triton.jit
 def head_window(
     program, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta, coefficients,
-    decays, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
-    RING: tl.constexpr, HEADS: tl.constexpr,
+    parts, halves, decays,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    RING: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, KEY_COPY: tl.constexpr,
 ):  # fmt: skip
-    """Program of one key head of a row that does not flush: ``coefficients`` (B, H, 2, J) and ``decays`` (B, H) of its
-    heads; key, log decay and beta go behind the window.
+    """Program of one key head of a row that does not flush: ``coefficients`` (B, H, 2, J) and ``decays`` (B, H, 2) of
+    its heads, along key and query; key, log decay and beta go behind the window.
 
-    HEADS: a power of two >= H / G.
+    For a packed copy also what tensor cores take: ``parts`` (B, H, 6, J) and ``halves`` (B, G, 4, K), see
+    ``store_parts`` and ``store_halves``, whose units are then in the decays.  HEADS: a power of two >= H / G.
     """
     b, g = program // G, program % G
     n = tl.load(positions + b)
     if (n >= 0) & (n < L - 1):
         slot = tl.load(slots + b).to(tl.int64)
-        j, head = tl.arange(0, J), tl.arange(0, HEADS)
+        j, head, column = tl.arange(0, J), tl.arange(0, HEADS), tl.arange(0, KP)
         h, inside = g * (H // G) + head, head < H // G
         from_key, from_query, whole, current = head_coefficients(
             k_buffer,
@@ -171,24 +174,38 @@ def head_window(
         at = coefficients + (b * H + h)[:, None] * (2 * J) + j[None, :]
         tl.store(at, from_key, mask=inside[:, None])
         tl.store(at + J, from_query, mask=inside[:, None])
-        tl.store(decays + b * H + h, whole, mask=inside)
+        key = entries(k + (b * G + g) * K, column, K)
+        key_decay, query_decay = whole, whole
+        if halves is not None:
+            query = entries(q + (b * G + g) * K, column, K)
+            at = parts + (b * H + h)[:, None] * (6 * J) + j[None, :]
+            store_parts(at, from_key, from_query, inside[:, None], J)
+            at = halves + (b * G + g) * (4 * K)
+            key_unit, query_unit = store_halves(at, key, query, column, K, SIZE)
+            query_decay = whole * query_unit
+            if KEY_COPY:
+                key_decay = whole * key_unit
+        tl.store(decays + 2 * (b * H + h), key_decay, mask=inside)
+        tl.store(decays + 2 * (b * H + h) + 1, query_decay, mask=inside)
         place = ring_place(origin, slot, n, RING)
         gate_at = (slot * H + h) * RING + place
         tl.store(log_decay_buffer + gate_at, current, mask=inside)
         if beta_buffer is not None:
             strength = widened(tl.load(beta + b * H + h, mask=inside, other=0))
             tl.store(beta_buffer + gate_at, strength, mask=inside)
-        append_key(k_buffer, k, b, slot, g, place, G, K, KP, RING)
+        at = k_buffer + ((slot * G + g) * RING + place) * K + column
+        tl.store(at, narrowed(key, k_buffer.dtype.element_ty), mask=column < K)
 
 
 @triton.jit
 def channel_window(
     program, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta, coefficients,
-    vectors, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
-    RING: tl.constexpr,
+    parts, halves, decays, vectors,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    RING: tl.constexpr, SIZE: tl.constexpr, KEY_COPY: tl.constexpr,
 ):  # fmt: skip
-    """Program of one head of a row that does not flush: ``coefficients`` (B, H, 2, J), and in ``vectors`` (B, H, 2, K)
-    the decayed key and query; the record's parts as in ``head_window``.
+    """``head_window`` of one head under a decay a key channel: ``halves`` (B, H, 4, K), and where the checkpoint is
+    read ``vectors`` (B, H, 2, K), are the decayed key and query; the decays are their units alone.
     """
     b, h = program // H, program % H
     n = tl.load(positions + b)
@@ -201,54 +218,80 @@ def channel_window(
         at = coefficients + (b * H + h) * (2 * J) + j
         tl.store(at, from_key)
         tl.store(at + J, from_query)
-        vectors_at = vectors + (b * H + h) * (2 * K) + column
-        tl.store(vectors_at, key, mask=column < K)
-        tl.store(vectors_at + K, query, mask=column < K)
+        key_unit, query_unit = 1.0, 1.0
+        if halves is not None:
+            store_parts(parts + (b * H + h) * (6 * J) + j, from_key, from_query, j >= 0, J)
+            at = halves + (b * H + h) * (4 * K)
+            key_unit, query_unit = store_halves(at, key, query, column, K, SIZE)
+            if not KEY_COPY:
+                key_unit = 1.0
+        tl.store(decays + 2 * (b * H + h), key_unit)
+        tl.store(decays + 2 * (b * H + h) + 1, query_unit)
+        if vectors is not None:
+            vectors_at = vectors + (b * H + h) * (2 * K) + column
+            tl.store(vectors_at, key, mask=column < K)
+            tl.store(vectors_at + K, query, mask=column < K)
         place = ring_place(origin, slot, n, RING)
         gate_at = (slot * H + h) * RING + place
         tl.store(log_decay_buffer + gate_at * K + column, current, mask=column < K)
         if beta_buffer is not None:
             tl.store(beta_buffer + gate_at, widened(tl.load(beta + b * H + h)))
         if h % (H // G) == 0:
-            append_key(k_buffer, k, b, slot, g, place, G, K, KP, RING)
+            token = entries(k + (b * G + g) * K, column, K)
+            at = k_buffer + ((slot * G + g) * RING + place) * K + column
+            tl.store(at, narrowed(token, k_buffer.dtype.element_ty), mask=column < K)
+
+
+# Columns of a product with the copy: key, query and the last parts of the window's coefficients along them.
+#
+#     column    0           1          2             3            4           5
+#     vector    key, high   key, low   query, high   query, low   -           -
+#     window    key 0       key 1      query 0       query 1      key 2       query 2
 
 
 @triton.jit
-def append_key(
-    k_buffer, k, b, slot, g, place, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RING: tl.constexpr,
-):  # fmt: skip
-    column = tl.arange(0, KP)
-    key = entries(k + (b * G + g) * K, column, K)
-    at = k_buffer + ((slot * G + g) * RING + place) * K + column
-    tl.store(at, narrowed(key, k_buffer.dtype.element_ty), mask=column < K)
+def store_parts(at, from_key, from_query, inside, J: tl.constexpr):
+    """Coefficients as bfloat16 that sum to them, behind the pointers of column 0, J apart."""
+    high, middle, low = three_parts(from_key)
+    tl.store(at, high, mask=inside)
+    tl.store(at + J, middle, mask=inside)
+    tl.store(at + 4 * J, low, mask=inside)
+    high, middle, low = three_parts(from_query)
+    tl.store(at + 2 * J, high, mask=inside)
+    tl.store(at + 3 * J, middle, mask=inside)
+    tl.store(at + 5 * J, low, mask=inside)
 
 
 @triton.jit
-def coefficient_columns(from_key, from_query):
-    """Coefficients (J,) as bfloat16 (J, 8): three that sum to each, those along the query from column 3 on."""
-    return both_columns(from_key, from_query, 3)
+def store_halves(at, key, query, column, K: tl.constexpr, SIZE: tl.constexpr):
+    """Key and query (KP,) as float16 parts in the order of ``half_operand``'s columns; returns their units.
 
-
-@triton.jit
-def both_columns(key, query, PARTS: tl.constexpr):
-    """Two float32 vectors (n,) as bfloat16 (n, 8): ``key`` in columns 0 to 2, ``query`` in 3 to 5, as the sums of
-    PARTS bfloat16: 1 where the vectors are bfloat16, or 3.
+    The operand's columns come as SIZE of them, the largest power of two in K, and the rest.
     """
-    from_zero = tl.arange(0, 8)[None, :]
-    value = tl.where(from_zero < 3, key[:, None], query[:, None])
-    part = tl.where(from_zero < 3, from_zero, from_zero - 3)
-    high = (value.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
-    if PARTS == 1:
-        chosen = tl.where(part == 0, high, 0.0)
-    else:
-        rest = value - high
-        middle = (rest.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
-        chosen = tl.where(part == 0, high, tl.where(part == 1, middle, rest - middle))
-    return tl.where(from_zero < 6, chosen, 0.0).to(tl.bfloat16)
+    REST: tl.constexpr = K - SIZE
+    place = at + column_of_key(column, SIZE)
+    if REST > 0:
+        place = tl.where(column < SIZE, place, at + SIZE + column_of_key(column - SIZE, REST))
+    high, low, key_unit = half_query(key)
+    tl.store(place, high, mask=column < K)
+    tl.store(place + K, low, mask=column < K)
+    high, low, query_unit = half_query(query)
+    tl.store(place + 2 * K, high, mask=column < K)
+    tl.store(place + 3 * K, low, mask=column < K)
+    return key_unit, query_unit
+
+
+@triton.jit
+def column_of_key(key, K: tl.constexpr):
+    """The inverse of ``packed.key_of_half_column``."""
+    word = key // 8
+    inner = 4 * (key % 2) + 2 * ((key // 4) % 2) + (key // 2) % 2
+    return 32 * (word % (K // 32)) + 8 * (word // (K // 32)) + inner
 
 
 @triton.jit
 def column_sums(total):
-    """(R, 8) of a product with ``both_columns`` -> what belongs to key and query, (R,) each."""
-    along_key = (tl.arange(0, 8) < 3)[None, :]
-    return tl.sum(tl.where(along_key, total, 0.0), 1), tl.sum(tl.where(along_key, 0.0, total), 1)
+    """(R, 8) of such a product -> the sums along key and query, (R,)."""
+    c = tl.arange(0, 8)[None, :]
+    of_key = (c < 2) | (c == 4)
+    return tl.sum(tl.where(of_key, total, 0.0), 1), tl.sum(tl.where(of_key, 0.0, total), 1)
