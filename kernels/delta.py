@@ -201,7 +201,8 @@ def fold_launch(
         "LEVELS": _held(pool).bit_length() - 1,
         "WARPS": warps,
     }
-    registers = tuning.fold_registers or (168 if product else None)
+    # Three blocks of four warps, or twelve of one, on a multiprocessor.
+    registers = tuning.fold_registers or (168 if policy.checkpoint.name == "fp32" else None)
     return Launch(window_fold_kernel, folds + windows, arguments, constants, _options(warps, registers))
 
 

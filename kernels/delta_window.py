@@ -178,10 +178,9 @@ def head_window(
         key_decay, query_decay = whole, whole
         if halves is not None:
             query = entries(q + (b * G + g) * K, column, K)
-            at = parts + (b * H + h)[:, None] * (6 * J) + j[None, :]
-            store_parts(at, from_key, from_query, inside[:, None], J)
-            at = halves + (b * G + g) * (4 * K)
-            key_unit, query_unit = store_halves(at, key, query, column, K, SIZE)
+            parts_at = parts + (b * H + h)[:, None] * (6 * J) + j[None, :]
+            store_parts(parts_at, from_key, from_query, inside[:, None], J)
+            key_unit, query_unit = store_halves(halves + (b * G + g) * (4 * K), key, query, column, K, SIZE)
             query_decay = whole * query_unit
             if KEY_COPY:
                 key_decay = whole * key_unit
@@ -193,8 +192,8 @@ def head_window(
         if beta_buffer is not None:
             strength = widened(tl.load(beta + b * H + h, mask=inside, other=0))
             tl.store(beta_buffer + gate_at, strength, mask=inside)
-        at = k_buffer + ((slot * G + g) * RING + place) * K + column
-        tl.store(at, narrowed(key, k_buffer.dtype.element_ty), mask=column < K)
+        key_at = k_buffer + ((slot * G + g) * RING + place) * K + column
+        tl.store(key_at, narrowed(key, k_buffer.dtype.element_ty), mask=column < K)
 
 
 @triton.jit
@@ -221,8 +220,7 @@ def channel_window(
         key_unit, query_unit = 1.0, 1.0
         if halves is not None:
             store_parts(parts + (b * H + h) * (6 * J) + j, from_key, from_query, j >= 0, J)
-            at = halves + (b * H + h) * (4 * K)
-            key_unit, query_unit = store_halves(at, key, query, column, K, SIZE)
+            key_unit, query_unit = store_halves(halves + (b * H + h) * (4 * K), key, query, column, K, SIZE)
             if not KEY_COPY:
                 key_unit = 1.0
         tl.store(decays + 2 * (b * H + h), key_unit)
@@ -238,8 +236,8 @@ def channel_window(
             tl.store(beta_buffer + gate_at, widened(tl.load(beta + b * H + h)))
         if h % (H // G) == 0:
             token = entries(k + (b * G + g) * K, column, K)
-            at = k_buffer + ((slot * G + g) * RING + place) * K + column
-            tl.store(at, narrowed(token, k_buffer.dtype.element_ty), mask=column < K)
+            key_at = k_buffer + ((slot * G + g) * RING + place) * K + column
+            tl.store(key_at, narrowed(token, k_buffer.dtype.element_ty), mask=column < K)
 
 
 # Columns of a product with the copy: key, query and the last parts of the window's coefficients along them.
