@@ -4,6 +4,7 @@ The numbers in device memory cannot be looked at so: a slot number that no slot 
 each slot stands at most once in a batch is the caller's promise.  On the CPU, where the interpreter runs, they are.
 """
 
+import functools
 import weakref
 from typing import Any
 
@@ -12,23 +13,24 @@ from torch import Tensor
 
 from quantlab.errors import InputError
 from quantlab.kernels import target
-from quantlab.recurrences import Recurrence, StepInputs, get_recurrence
+from quantlab.recurrences import StepInputs, get_recurrence
 from quantlab.schemes.checks import is_integer
+from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.pool import LayerPool, SlotCounters, allocate_pool
 from quantlab.schemes.steps import StepPlan, check_slots
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
 
-_checked: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Pools and counters that passed: their tensors do not change any more."""
+_checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Pools and counters that passed, by identity: their tensors do not change any more."""
 
 
 def counters(given: object) -> SlotCounters:
     """InputError unless ``given`` are counters that kernels can work on."""
     if not isinstance(given, SlotCounters):
         raise InputError("counters", type(given).__name__, "SlotCounters")
-    if given in _checked:
+    if _checked.get(id(given)) is given:
         return given
     device, slots = given.cursor.device, given.cursor.shape[:1]
     for name in ("cursor", "origin", "pending"):
@@ -37,7 +39,7 @@ def counters(given: object) -> SlotCounters:
         tensor(f"counters.{name}", getattr(given, name), (torch.int64,), tuple(slots), device)
     tensor("counters.seed", given.seed, (torch.int64,), (1,), device)
     runs_here("counters", device)
-    _checked.add(given)
+    _checked[id(given)] = given
     return given
 
 
@@ -45,7 +47,7 @@ def pool(given: object) -> LayerPool:
     """InputError unless ``given`` is a layer's memory that kernels can work on."""
     if not isinstance(given, LayerPool):
         raise InputError("pool", type(given).__name__, "a LayerPool")
-    if given in _checked:
+    if _checked.get(id(given)) is given:
         return given
     shared, wanted = counters(given.counters), vars(_layout(given))
     for name, expected in wanted.items():
@@ -58,7 +60,7 @@ def pool(given: object) -> LayerPool:
     if given.copy_codes is not None and given.copy_codes.data_ptr() % 4:
         value = f"{described(given.copy_codes)} at offset {given.copy_codes.storage_offset()}"
         raise InputError("pool.copy_codes", value, "memory that starts at a multiple of 4 bytes")
-    _checked.add(given)
+    _checked[id(given)] = given
     return given
 
 
@@ -105,16 +107,15 @@ def token(given: object, mine: LayerPool, batch: int) -> StepInputs:
     """InputError unless ``given`` is one token of ``batch`` rows, in memory that kernels can read."""
     if not isinstance(given, StepInputs):
         raise InputError("inputs", type(given).__name__, "StepInputs")
-    recurrence = get_recurrence(mine.family)
-    for name, sizes in token_shapes(mine, recurrence).items():
+    for name, sizes in _token_shapes(mine.family, mine.shape).items():
         tensor(f"inputs.{name}", getattr(given, name), FLOATS, (batch, *sizes), mine.device)
     return given
 
 
-def token_shapes(mine: LayerPool, recurrence: Recurrence) -> dict[str, tuple[int, ...]]:
+@functools.cache
+def _token_shapes(family: str, shape: StateShape) -> dict[str, tuple[int, ...]]:
     """Shapes of one row's token."""
-    shape = mine.shape
-    keys = (shape.key_heads, shape.key_dim)
+    recurrence, keys = get_recurrence(family), (shape.key_heads, shape.key_dim)
     found: dict[str, tuple[int, ...]] = {"q": keys, "k": keys, "v": (shape.heads, shape.value_dim)}
     found["log_decay"] = recurrence.gate_shape(shape.heads, shape.value_dim, shape.key_dim)
     if recurrence.delta_rule:

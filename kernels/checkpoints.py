@@ -12,6 +12,7 @@ under row scales it makes its row's scale NaN, so that whatever reads the row sh
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false, reportRedeclaration=false
 
+import functools
 from dataclasses import dataclass
 
 import triton
@@ -49,6 +50,7 @@ class Store:
     stochastic: bool
 
 
+@functools.cache
 def store_of(fmt: Format) -> Store:
     """The ``Store`` of a checkpoint's format.
 

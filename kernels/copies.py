@@ -1,4 +1,4 @@
-"""The second half of a flush: the read copy, encoded from the stored checkpoint."""
+"""The read copy in NVFP4, encoded from the stored checkpoint."""
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -12,40 +12,54 @@ from quantlab.kernels.scales import float_scale
 
 
 @triton.jit
-def encode_nvfp4_kernel(
+def encode_rows(
+    checkpoint, checkpoint_scales, words, scales, head, first, shared,
+    P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, STORE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The R value rows of a head from ``first`` on, under the global scale ``shared``.
+
+    WIDTH: values that make 16 bytes of the checkpoint, 4 to 16.
+    """
+    ELEMENT: tl.constexpr = STORE.element
+    block, row = tl.arange(0, N // 16), first + tl.arange(0, R)
+    values = tl.load(block_pointers(checkpoint + head * (P * N), row, N, WIDTH))
+    if STORE.scale is None:
+        values = widened(values)
+    else:
+        row_scales = tl.load(checkpoint_scales + head * P + row)
+        values = element_value(values, ELEMENT) * row_scales[None, :, None, None]
+    codes, scale = encode_blocks(values, shared, BLOCK)
+    scale_at = scales + head * (P * N // 16) + (row[:, None] * (N // 16) + block[None, :])
+    tl.store(scale_at, scale.to(tl.uint8))
+    half = tl.arange(0, 2)
+    inner = row[:, None] * (N // 8) + 2 * block[None, :]
+    word_at = words + head * (P * N // 8) + (half[:, None, None] + inner[None, :, :])
+    tl.store(word_at, pack_words(codes, R, N, WIDTH))
+
+
+@triton.jit
+def encode_kernel(
     rows, count, slots, largest, checkpoint, checkpoint_scales, words, scales, global_scale,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
-    WIDTH: tl.constexpr, STORE: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
+    WIDTH: tl.constexpr, STORE: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """rows (B,): batch rows, ``count`` of them.  largest (B, H, PARTS): of |checkpoint| of parts of each head.
+    """The read copies of whole slots.  rows (B,): batch rows, ``count`` of them.  largest (B, H, PARTS): of
+    |checkpoint| of parts of each head.
 
-    LANES: a power of two >= PARTS.  WIDTH: values that make 16 bytes of the checkpoint, 4 to 16.  Without row scales P
-    and N, a power of two, may be another shape of the same matrix.
+    LANES: a power of two >= PARTS.  Without row scales P and N, a power of two, may be another shape of one matrix.
     """
     TILES: tl.constexpr = P // R
-    ELEMENT: tl.constexpr = STORE.element
     total = tl.load(count) * (H * TILES)
-    block, part, r = tl.arange(0, N // 16), tl.arange(0, LANES), tl.arange(0, R)
+    part = tl.arange(0, LANES)
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         i, h, first = item // (H * TILES), (item // TILES) % H, (item % TILES) * R
         slot = tl.load(slots + tl.load(rows + i)).to(tl.int64)
         head = slot * H + h
-        row = first + r
-        values = tl.load(block_pointers(checkpoint + head * (P * N), row, N, WIDTH))
-        if STORE.scale is None:
-            values = widened(values)
-        else:
-            row_scales = tl.load(checkpoint_scales + head * P + row)
-            values = element_value(values, ELEMENT) * row_scales[None, :, None, None]
         largest_at = largest + (i * H + h) * PARTS + part
         amax = tl.max(tl.load(largest_at, mask=part < PARTS, other=0), 0)
         shared, _ = float_scale(amax, 1.0, GLOBAL)
         if first == 0:
             tl.store(global_scale + head, shared)
-        codes, scale = encode_blocks(values, shared, BLOCK, ASM)
-        scale_at = scales + head * (P * N // 16) + (row[:, None] * (N // 16) + block[None, :])
-        tl.store(scale_at, scale.to(tl.uint8))
-        half = tl.arange(0, 2)
-        inner = row[:, None] * (N // 8) + 2 * block[None, :]
-        word_at = words + head * (P * N // 8) + (half[:, None, None] + inner[None, :, :])
-        tl.store(word_at, pack_words(codes, R, N, WIDTH))
+        encode_rows(
+            checkpoint, checkpoint_scales, words, scales, head, first, shared, P, N, R, WIDTH, STORE, BLOCK
+        )

@@ -17,7 +17,7 @@ that do.  ``slots`` has what serves all layers before and after a step.
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
 
 import triton
 import triton.language as tl
@@ -99,7 +99,9 @@ def read_copy_kernel(
     TILES: tl.constexpr = (H // G) * P // R
     pid = tl.program_id(0)
     b, g, first = pid // (G * TILES), (pid // TILES) % G, (pid % TILES) * R
-    r, j, c, column = tl.arange(0, R), tl.arange(0, L), tl.arange(0, 8), tl.arange(0, N)
+    # Tensor cores sum at least 16 products; what stands behind the window is masked.
+    LANES: tl.constexpr = L if L > 16 else 16
+    r, j, c, column = tl.arange(0, R), tl.arange(0, LANES), tl.arange(0, 8), tl.arange(0, N)
     n = tl.load(positions + b)
     slot = tl.load(slots + b).to(tl.int64)
     if (n < 0) | (n == L - 1):
@@ -128,7 +130,7 @@ def read_copy_kernel(
     if P % R == 0:
         sums = (c >= 2) & (c < 5)
         part_at = parts + part * (3 * L) + ((c[:, None] - 2) * L + j[None, :])
-        weights = tl.load(part_at, mask=sums[:, None], other=0)
+        weights = tl.load(part_at, mask=sums[:, None] & (j < L)[None, :], other=0)
         factor = tl.where(c == 0, unit, tl.where(c == 1, unit * LOW_QUERY, tl.where(sums, 1.0, 0.0)))
         factor = factor[None, :]
     else:
@@ -139,7 +141,7 @@ def read_copy_kernel(
             + part * (3 * L)
             + (tl.where(c < 5, c - 2, 3 * (second - h0) + c - 5)[:, None] * L + j[None, :])
         )
-        weights = tl.load(part_at, mask=(c >= 2)[:, None], other=0)
+        weights = tl.load(part_at, mask=(c >= 2)[:, None] & (j < L)[None, :], other=0)
         behind = row >= (first // P + 1) * P
         other_unit = tl.load(global_scale + slot * H + second) * HALF_UNIT * tl.load(decays + b * H + second)
         row_unit = tl.where(behind, other_unit, unit)[:, None]
@@ -152,11 +154,10 @@ def read_copy_kernel(
         result = tl.sum(result * factor, 1)
     else:
         result = tl.sum(tl.where((c < 2)[None, :], result * factor, 0.0), 1)
-        weight = tl.load(coefficients + (b * H + h0) * L + j)[:, None]
+        weight = tl.load(coefficients + (b * H + h0) * L + j, mask=j < L, other=0)[:, None]
         if P % R != 0:
-            weight = tl.where(
-                behind[None, :], tl.load(coefficients + (b * H + second) * L + j)[:, None], weight
-            )
+            later = tl.load(coefficients + (b * H + second) * L + j, mask=j < L, other=0)[:, None]
+            weight = tl.where(behind[None, :], later, weight)
         result += tl.sum(widened(records) * weight, 0)
     result += widened(token) * own
     tl.store(output + (b * H + g * (H // G)) * P + row, narrowed(result, output.dtype.element_ty))

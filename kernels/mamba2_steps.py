@@ -1,9 +1,10 @@
 """Launches of the Mamba-2 decode kernels on a layer's pool: which policies they serve, and in which configuration.
 
-Window 1 is one launch, ``step``.  Longer windows take ``window`` and ``read`` for the rows that do not flush, ``fold``
-for those that do, and with a read copy ``encode``.
+Window 1 is one launch, ``step``.  Longer windows take ``window`` and ``read`` for the rows that do not flush, and
+``flush`` for those that do.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,9 @@ import triton
 
 from quantlab.kernels import read_copies, target
 from quantlab.kernels.checkpoints import store_of
-from quantlab.kernels.fold import fold_kernel
+from quantlab.kernels.flush import flush_kernel
 from quantlab.kernels.mamba2 import read_copy_kernel, read_kernel, step_kernel, window_kernel
+from quantlab.kernels.scales import global_options, recipe_of
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import Policy
@@ -36,14 +38,15 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Configuration:
-    """How the kernels of one layer are launched.  programs: of ``fold``, which shares its work among them."""
+    """How the kernels of one layer are launched.  flush_programs: they share the work among them."""
 
     step: Tiles
     read: Tiles
-    fold: Tiles
-    fold_programs: int
+    flush: Tiles
+    flush_programs: int
 
 
+@functools.cache
 def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuration:
     """Measured on one H200; a smaller tile where the value dim, or a long row, does not allow the best one."""
     stochastic = policy.checkpoint.stochastic
@@ -60,8 +63,13 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
         read_rows, registers = _dividing(shape.value_dim, best if shape.key_dim <= 128 else 16), None
     read = Tiles(read_rows, registers=registers)
     columns = shape.key_dim if policy.checkpoint.recipe else min(shape.key_dim, 64)
-    fold = Tiles(_dividing(shape.value_dim, 16), columns, warps=1)
-    return Configuration(step, read, fold, fold_programs=1056)
+    if policy.read_copy is None:
+        warps = 4 if policy.checkpoint.recipe else 1  # whole rows of codes and random words spill in one
+        flush, programs = Tiles(_dividing(shape.value_dim, 16), columns, warps), 1056
+    else:
+        rows = 32 if policy.checkpoint.recipe else 64
+        flush, programs = Tiles(_dividing(shape.value_dim, rows), columns, warps=4), 792
+    return Configuration(step, read, flush, programs)
 
 
 def served(policy: Policy, shape: StateShape, records: int | None) -> str | None:
@@ -91,9 +99,7 @@ def launch(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Te
         _step(pool, inputs, plan, output, chosen.step)
         return
     _read(pool, inputs, plan, output, chosen.read)
-    largest = _fold(pool, inputs, plan, output, chosen)
-    if largest is not None:
-        read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots, largest)
+    _flush(pool, inputs, plan, output, chosen)
 
 
 def _step(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, tiles: Tiles) -> None:
@@ -181,36 +187,38 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
     )
 
 
-def _fold(
+def _flush(
     pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, chosen: Configuration
-) -> torch.Tensor | None:
-    """The largest |stored| of each tile, where a read copy is to be encoded from it."""
-    shape, batch, tiles = pool.shape, output.shape[0], chosen.fold
-    parts, largest = shape.value_dim // tiles.rows, None
-    if pool.policy.read_copy is not None:
-        largest = torch.empty((batch, shape.heads, parts), dtype=torch.float32, device=pool.device)
-    _any(fold_kernel)[(min(chosen.fold_programs, batch * shape.heads * parts),)](
+) -> None:
+    shape, tiles, copy = pool.shape, chosen.flush, pool.policy.read_copy
+    items = output.shape[0] * shape.heads * (1 if copy is not None else shape.value_dim // tiles.rows)
+    _any(flush_kernel)[(min(chosen.flush_programs, items),)](
         plan.flush_rows,
         plan.flush_count,
         plan.slots,
         pool.checkpoint,
         pool.checkpoint_scales,
+        None if pool.copy_codes is None else pool.copy_codes.view(torch.int32),
+        pool.copy_scales,
+        pool.copy_global_scale,
         pool.k_buffer,
         pool.d_buffer,
         pool.log_decay_buffer,
         *_token(inputs),
         output,
-        largest,
         *_random(pool),
         **_sizes(shape),
         L=pool.policy.window,
         R=tiles.rows,
         C=tiles.columns,
+        E=_dividing(shape.value_dim, 16),
+        WIDTH=16 // pool.checkpoint.element_size(),
         STORE=store_of(pool.policy.checkpoint),
         ROUNDS=PHILOX_ROUNDS,
+        GLOBAL=None if copy is None else global_options(),
+        BLOCK=None if copy is None else recipe_of(copy).options,
         **_options(tiles),
     )
-    return largest
 
 
 def _token(inputs: StepInputs) -> tuple[torch.Tensor, ...]:

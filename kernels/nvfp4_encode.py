@@ -8,9 +8,12 @@ clear of the subnormals, so small states are lifted by a power of two first, whi
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
+
+from quantlab.kernels.arithmetic import INTERPRETED
 
 SMALL: tl.constexpr = tl.constexpr(2.0**-60)
 LIFT: tl.constexpr = tl.constexpr(2.0**60)
@@ -60,9 +63,9 @@ def block_pointers(base, row, N: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def reciprocal(x, ASM: tl.constexpr):
+def reciprocal(x):
     """1 / x rounded to nearest, for normal x with a normal reciprocal."""
-    if ASM:
+    if not INTERPRETED:
         result = tl.inline_asm_elementwise(
             "rcp.rn.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
         )
@@ -72,12 +75,12 @@ def reciprocal(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def quotient(x, divisor, inverse, ASM: tl.constexpr):
+def quotient(x, divisor, inverse):
     """x / divisor rounded to nearest; inverse = 1 / divisor rounded to nearest, or 0 for a quotient of 0.
 
     Triton's interpreter does not fuse, so it divides.
     """
-    if ASM:
+    if not INTERPRETED:
         first = x * inverse
         result = tl.fma(tl.fma(-first, divisor, x), inverse, first)
     else:
@@ -86,7 +89,7 @@ def quotient(x, divisor, inverse, ASM: tl.constexpr):
 
 
 @triton.jit
-def encode_blocks(values, shared, BLOCK: tl.constexpr, ASM: tl.constexpr):
+def encode_blocks(values, shared, BLOCK: tl.constexpr):
     """values of ``block_pointers``, float32, finite, under the global scale ``shared``, a scalar.
 
     Returns codes of the same shape, int32, and scales (rows, N / 16), E4M3 codes in int32.
@@ -97,17 +100,17 @@ def encode_blocks(values, shared, BLOCK: tl.constexpr, ASM: tl.constexpr):
         values = values * LIFT
     amax = tl.max(tl.max(tl.abs(values), 3), 0)
     unit = tl.full(amax.shape, 1.0, tl.float32) * (BLOCK.code_max * shared * lift)
-    scales, factor = e4m3_nearest(quotient(amax, unit, reciprocal(unit, ASM), ASM))
+    scales, factor = e4m3_nearest(quotient(amax, unit, reciprocal(unit)))
     something = amax > 0
     scales = tl.where(something, tl.maximum(scales, BLOCK.floor_code), 0)
     factor = tl.maximum(factor, BLOCK.floor_code * SMALLEST_SCALE)
     divisor = factor * shared
     nothing = (divisor == 0) | (amax == 0)
     divisor = tl.where(nothing, 1.0, divisor * lift)
-    inverse = tl.where(nothing, 0.0, reciprocal(divisor, ASM))
+    inverse = tl.where(nothing, 0.0, reciprocal(divisor))
     divisor = tl.broadcast_to(divisor[None, :, :, None], values.shape)
     inverse = tl.broadcast_to(inverse[None, :, :, None], values.shape)
-    return e2m1_nearest(quotient(values, divisor, inverse, ASM), values), scales
+    return e2m1_nearest(quotient(values, divisor, inverse), values), scales
 
 
 @triton.jit
@@ -122,30 +125,3 @@ def pack_words(codes, R: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr):
         parts = tl.reshape(codes, (R, N // 16, 2, 8)) << (4 * tl.arange(0, 8))[None, None, None, :]
         words = tl.permute(tl.sum(parts, 3), (2, 0, 1))
     return words
-
-
-@triton.jit
-def element_stochastic(x, words, ELEMENT: tl.constexpr):
-    """``rounding.encode_element`` with stochastic rounding by all 32 bits of ``words`` and finite x, shorter.
-
-    The significand in units of the target's last bit, with 32 bits behind the point, plus a random word: the integer
-    part is the rounded significand.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    field = tl.maximum(magnitude >> 23, 1)
-    significand = magnitude - ((field - 1) << 23)
-    MIN_FIELD: tl.constexpr = ELEMENT.min_exponent + 127
-    target = tl.maximum(field, MIN_FIELD)
-    shift = tl.minimum((23 - ELEMENT.mantissa_bits) + target - field, 63)
-    wide = (significand.to(tl.uint64) << 32) >> shift.to(tl.uint64)
-    units = ((wide + words.to(tl.uint32).to(tl.uint64)) >> 32).to(tl.int32)
-    codes = ((target - MIN_FIELD) << ELEMENT.mantissa_bits) + units
-    beyond = codes > ELEMENT.max_code
-    if ELEMENT.overflow.value == "infinity" and ELEMENT.infinity_code is not None:
-        codes = tl.where(beyond, ELEMENT.infinity_code, codes)
-    elif ELEMENT.overflow.value == "nan" and ELEMENT.nan_code is not None:
-        codes = tl.where(beyond, ELEMENT.nan_code, codes)
-    else:
-        codes = tl.where(beyond, ELEMENT.max_code, codes)
-    return codes | ((bits >> (32 - ELEMENT.bits)) & ELEMENT.sign_code)

@@ -9,7 +9,7 @@ from torch import Tensor
 from quantlab.formats import Format
 from quantlab.kernels import target
 from quantlab.kernels.checkpoints import store_of
-from quantlab.kernels.copies import encode_nvfp4_kernel
+from quantlab.kernels.copies import encode_kernel
 from quantlab.kernels.scales import global_options, recipe_of
 from quantlab.schemes.pool import LayerPool
 
@@ -36,7 +36,7 @@ def encode(pool: LayerPool, rows: Tensor, count: Tensor, slots: Tensor, largest:
     height = shape.value_dim * shape.key_dim // columns
     tile = min(16, height & -height)
     programs = min(PROGRAMS, rows.shape[0] * shape.heads * (height // tile))
-    kernel: Any = encode_nvfp4_kernel
+    kernel: Any = encode_kernel
     kernel[(programs,)](
         rows,
         count,
@@ -57,7 +57,6 @@ def encode(pool: LayerPool, rows: Tensor, count: Tensor, slots: Tensor, largest:
         STORE=store_of(pool.policy.checkpoint),
         GLOBAL=global_options(),
         BLOCK=recipe_of(copy).options,
-        ASM=not target.interpreting(),
         num_warps=1,
         **target.LAUNCH_OPTIONS,
     )

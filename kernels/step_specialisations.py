@@ -30,17 +30,17 @@ POLICIES = (
     ("fp16_sr", "fp16+sr@1", "mamba2", _NANO, ("step",)),
     ("fp8_sr_long_keys", "fp8+sr@1", "mamba2", _LONG_KEYS, ("step",)),
     ("int8_value_dim_80", "int8@1", "mamba2", _ODD_VALUES, ("step",)),
-    ("fp32_window", "fp32@16", "mamba2", _NANO, ("read", "fold")),
-    ("fp8_sr_window", "fp8+sr@16:buffer=bf16", "mamba2", _NANO, ("read",)),
+    ("fp32_window", "fp32@16", "mamba2", _NANO, ("read", "flush")),
+    ("fp8_sr_window", "fp8+sr@16:buffer=bf16", "mamba2", _NANO, ("read", "flush")),
     (
         "fp32_nvfp4",
         "fp32/nvfp4@16:buffer=bf16",
         "mamba2",
         _NANO,
-        ("window", "read_copy", "fold", "encode_nvfp4"),
+        ("window", "read_copy", "flush"),
     ),
-    ("fp16_sr_nvfp4", "fp16+sr/nvfp4@16:buffer=bf16", "mamba2", _NANO, ("fold", "encode_nvfp4")),
-    ("fp8_sr_nvfp4", "fp8+sr/nvfp4@16:buffer=bf16", "mamba2", _NANO, ("fold", "encode_nvfp4", "load")),
+    ("fp16_sr_nvfp4", "fp16+sr/nvfp4@16:buffer=bf16", "mamba2", _NANO, ("flush",)),
+    ("fp8_sr_nvfp4", "fp8+sr/nvfp4@16:buffer=bf16", "mamba2", _NANO, ("flush", "load", "encode")),
     ("fp16_nvfp4_value_dim_80", "fp16/nvfp4@16:buffer=bf16", "mamba2", _ODD_VALUES, ("read_copy",)),
 )
 """A kernel that several policies launch alike stands here once."""

@@ -5,6 +5,7 @@ step can be captured in a CUDA graph.  Seed, store numbers and sequence ids are 
 graph draws new random numbers as the counters move.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,7 +49,11 @@ def served(policy: str | Policy, family: str, shape: StateShape, records: int | 
 
     records: ring positions of the pool's window, where they are not those of a pool without drafts.
     """
-    policy = parse_policy(policy)
+    return _served(parse_policy(policy), family, shape, records)
+
+
+@functools.cache
+def _served(policy: Policy, family: str, shape: StateShape, records: int | None) -> str | None:
     if reason := unpoolable(policy, family, shape):
         return f"the pool has no layout for it: it needs {reason}"
     if family not in FAMILIES:

@@ -107,12 +107,14 @@ def _moved(policy: str, family: str) -> tuple[LayerPool, Tensor, StepInputs]:
                     record = -record.abs() / 4
                 elif name == "beta_buffer":
                     record = record.sigmoid()
+                elif name == "k_buffer":
+                    record = torch.nn.functional.normalize(record, dim=-1)
                 ring[slot, :, (origin + j) % pool.records] = record.to(ring)
     slots = torch.tensor([2, 0, 1], dtype=torch.int32)
     gate = (3, shape.heads) + ((shape.key_dim,) if family == "kimi_delta" else ())
     keys = (3, shape.key_heads, shape.key_dim)
     inputs = StepInputs(
-        normal(*keys),
+        normal(*keys) / shape.key_dim**0.5,
         torch.nn.functional.normalize(normal(*keys), dim=-1),
         normal(3, shape.heads, shape.value_dim),
         -normal(*gate).abs() / 4,

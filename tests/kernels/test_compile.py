@@ -13,8 +13,8 @@ NAMES = [specialisation.name for specialisation in specialisations()]
 FAST = {
     ("step_fp16_sr_step", 100),
     ("step_fp32_nvfp4_read_copy", 90),
-    ("step_fp32_nvfp4_fold", 80),
-    ("step_fp32_nvfp4_encode_nvfp4", 90),
+    ("step_fp32_nvfp4_flush", 80),
+    ("step_fp8_sr_nvfp4_encode", 90),
     ("step_plan", 90),
     ("encode_nvfp4_packed", 80),
     ("dual_read_mamba2_value_dim_80", 80),
@@ -33,11 +33,12 @@ FAST = {
 DIVIDING = {
     "step_fp8_sr_long_keys_step",
     "step_int8_value_dim_80_step",
-    "step_fp32_nvfp4_encode_nvfp4",
-    "step_fp16_sr_nvfp4_encode_nvfp4",
-    "step_fp8_sr_nvfp4_fold",
-    "step_fp8_sr_nvfp4_encode_nvfp4",
+    "step_fp8_sr_window_flush",
+    "step_fp32_nvfp4_flush",
+    "step_fp16_sr_nvfp4_flush",
+    "step_fp8_sr_nvfp4_flush",
     "step_fp8_sr_nvfp4_load",
+    "step_fp8_sr_nvfp4_encode",
     "encode_int16_head_sr",
     "encode_int4_packed",
     "encode_fp8_reciprocal",
@@ -59,7 +60,7 @@ SURPRISES = {
 # Products of the window and of a read copy are exact in 16 bits; tokens, records and outputs are bfloat16.
 WANTED = {
     "_read_copy": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
-    "_fold": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
+    "_flush": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "_window": {"rounding to 16 or 8 bits"},
     "_read": {"rounding to 16 or 8 bits"},
     "_step": {"rounding to 16 or 8 bits"},

@@ -48,7 +48,7 @@ def test_conformance(implementation, name):
 
 LOADED = {
     "fp16+sr/nvfp4@4": (SMALL, torch.float32),
-    "fp8+sr/nvfp4@4": (GROUPED, torch.bfloat16),
+    "fp8+sr/nvfp4@4": (SMALL, torch.bfloat16),
     "int8@1": (SMALL, torch.float16),
     "fp32/nvfp4@4": (StateShape(1, 80, 32, 1), torch.float32),
 }
