@@ -70,6 +70,7 @@ class Scratch(NamedTuple):
     decays: Tensor
     vectors: Tensor | None
     largest: Tensor | None
+    factors: Tensor | None
 
 
 def served(policy: Policy, shape: StateShape, records: int | None) -> str | None:
@@ -147,6 +148,10 @@ def scratch_of(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> Scratch:
     dense = not (copy and pool.policy.options.key_read == "copy")
     units = heads if by_key else shape.key_heads
     tiles = shape.value_dim // _fold_rows(pool, inputs, tuning)
+    factors = None
+    if by_key and pool.policy.window > 1:
+        sizes = _fold_programs(pool, inputs, tuning), _held(pool), shape.key_dim
+        factors = torch.empty(sizes, dtype=torch.float32, device=pool.device)
     return Scratch(
         coefficients=memory(heads, 2, _held(pool)),
         parts=memory(heads, 6, _held(pool), dtype=torch.bfloat16) if copy else None,
@@ -154,6 +159,7 @@ def scratch_of(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> Scratch:
         decays=memory(heads, 2),
         vectors=memory(heads, 2, shape.key_dim) if by_key and dense else None,
         largest=memory(heads, tiles) if copy else None,
+        factors=factors,
     )
 
 
@@ -163,10 +169,8 @@ def fold_launch(
     """The folds, and the coefficients of the windows that are not full."""
     shape, policy, batch = pool.shape, pool.policy, output.shape[0]
     rows, product = _fold_rows(pool, inputs, tuning), by_product(pool, inputs, tuning)
-    warps = rows // 16 if product else 1
-    # A multiprocessor holds about sixteen warps of these folds.
-    most = tuning.fold_programs or 132 * (16 // warps)
-    folds = min(most, batch * shape.heads * (shape.value_dim // rows))
+    warps = _fold_warps(pool, inputs, tuning)
+    folds = _fold_programs(pool, inputs, tuning)
     windows = batch * (shape.heads if _by_key(pool) else shape.key_heads) if policy.window > 1 else 0
     arguments = {
         "positions": plan.positions,
@@ -223,7 +227,7 @@ def read_launch(
         "slots": plan.slots,
         "origin": _origin(pool),
         **{name: value for name, value in _token(inputs).items() if name != "log_decay"},
-        **{name: value for name, value in scratch._asdict().items() if name != "largest"},
+        **{name: value for name, value in scratch._asdict().items() if name not in ("largest", "factors")},
         "output": output,
     }
     constants = {
@@ -258,6 +262,17 @@ def by_product(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> bool:
 def _fold_rows(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
     product = by_product(pool, inputs, tuning)
     return tuning.fold_rows or (_dividing(pool.shape.value_dim, 64) if product else 16)
+
+
+def _fold_programs(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
+    """As many as the multiprocessors of an H200 hold at a time; each has as many tiles as it takes."""
+    warps = _fold_warps(pool, inputs, tuning)
+    tiles = inputs.v.shape[0] * pool.shape.heads * (pool.shape.value_dim // _fold_rows(pool, inputs, tuning))
+    return min(tuning.fold_programs or 132 * (12 // warps), tiles)
+
+
+def _fold_warps(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
+    return _fold_rows(pool, inputs, tuning) // 16 if by_product(pool, inputs, tuning) else 1
 
 
 def _by_key(pool: LayerPool) -> bool:

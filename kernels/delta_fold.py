@@ -30,10 +30,12 @@ from quantlab.kernels.delta_tiles import (
 )
 from quantlab.kernels.delta_window import (
     channel_coefficients,
+    channel_decays,
     channel_window,
     entries,
     head_coefficients,
     head_window,
+    newest_first,
     ring_place,
 )
 
@@ -104,6 +106,7 @@ def viewed_read(
     own = tl.max(tl.max(row_sums(key * query), 1), 0)
     whole = 1.0
     if BY_KEY:
+        j = newest_first(J)
         from_key, from_query, _, _, _ = channel_coefficients(
             k_buffer, log_decay_buffer, origin, slot, b, h, L - 1, q, k, log_decay, H, G, K, KP, L, J, RING
         )
@@ -141,8 +144,8 @@ def viewed_read(
 @triton.jit
 def fold_tile(
     item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, checkpoint_scales, k_buffer, d_buffer,
-    v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest, store_numbers, sequence_ids,
-    seed, stream,
+    v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest, factors, store_numbers,
+    sequence_ids, seed, stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
     STORE: tl.constexpr, BY_KEY: tl.constexpr,
@@ -176,11 +179,17 @@ def fold_tile(
             d_buffer, log_decay_buffer, q, k, log_decay,
             H, G, V, K, KP, L, J, RING, R, INNER, BY_KEY, KEY_COPY,
         )  # fmt: skip
+    if BY_KEY and L > 1:
+        # Eight lanes share a channel, so they had better not form its decay eight times.
+        channel_decays(log_decay_buffer, origin, slot, h, factors, H, K, KP, L, J, RING)
     for j in range(L - 1):
         place = ring_place(origin, slot, j, RING)
         record_key = entries(k_buffer + ((slot * G + g) * RING + place) * K, column, K)
         gate = head * RING + place
-        state *= step_decay(log_decay_buffer, gate, column, K, BY_KEY)
+        if BY_KEY:
+            state *= entries(factors + j * K, column, K)
+        else:
+            state *= tl.exp(tl.load(log_decay_buffer + gate))
         record = gate * V + tile * R + r
         if RAW:
             record_value = widened(tl.load(v_buffer + record))
@@ -214,7 +223,7 @@ def fold_tile(
 def window_fold_kernel(
     positions, slots, flush_rows, flush_count, origin, codes, scales, global_scale, checkpoint, checkpoint_scales,
     k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, coefficients, parts,
-    halves, decays, vectors, largest, store_numbers, sequence_ids, seed, stream, folds,
+    halves, decays, vectors, largest, factors, store_numbers, sequence_ids, seed, stream, folds,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, HEADS: tl.constexpr,
     SIZE: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr,
@@ -222,7 +231,8 @@ def window_fold_kernel(
 ):  # fmt: skip
     """The first ``folds`` programs share the tiles of the rows that flush; the others prepare the windows of the rest.
 
-    largest: float32 (B, H, V / R), at the number of the flush; None without a copy.  KEY_COPY: whether the copy serves
+    largest: float32 (B, H, V / R), at the number of the flush; None without a copy.  factors: float32 (folds, J, K) to
+    work in; None unless BY_KEY.  KEY_COPY: whether the copy serves
     S k; OUTPUT_COPY: whether it serves the output of a flush.
     """
     pid = tl.program_id(0)
@@ -240,7 +250,8 @@ def window_fold_kernel(
                 fold_tile(
                     item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, checkpoint_scales,
                     k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output,
-                    largest, store_numbers, sequence_ids, seed, stream,
+                    largest, None if factors is None else factors + pid * (J * K), store_numbers, sequence_ids, seed,
+                    stream,
                     H, G, V, K, KP, L, J, RING, R, INNER, STORE, BY_KEY, KEY_COPY, OUTPUT_COPY, ROUNDS,
                 )  # fmt: skip
     elif BY_KEY:

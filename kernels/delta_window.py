@@ -104,32 +104,62 @@ def channel_coefficients(
 ):  # fmt: skip
     """``head_coefficients`` of one head under a decay a key channel.
 
-    Returns coefficients (J,) twice, key and query times the decay of the state below the window (KP,), and the token's
-    log decay (KP,).
+    Returns coefficients (J,) twice, of the records ``newest_first``; as (1, KP / 4, 4) key and query times the decay of
+    the state below the window, and the token's log decay.
     """
-    j, column = tl.arange(0, J), tl.arange(0, KP)
-    g = h // (H // G)
+    # Records in registers, four channels a lane: decays are then summed without an exchange.
+    j, g = newest_first(J), h // (H // G)
+    record = j[:, None, None]
+    column = 4 * tl.arange(0, KP // 4)[None, :, None] + tl.arange(0, 4)[None, None, :]
     query, key = entries(q + (b * G + g) * K, column, K), entries(k + (b * G + g) * K, column, K)
     current = entries(log_decay + (b * H + h) * K, column, K)
     whole = current
     from_key = tl.zeros((J,), tl.float32)
-    from_query = tl.where(j == n, tl.sum(key * query, 0), 0.0)
+    from_query = tl.where(j == n, tl.sum(channel_sums(key * query), 0), 0.0)
     if L > 1:
         gates = (slot * H + h) * RING
-        at = (gates + ring_place(origin, slot, j + 1, RING))[:, None] * K + column[None, :]
-        inside = (j + 1 < n)[:, None] & (column < K)[None, :]
-        later = tl.load(log_decay_buffer + at, mask=inside, other=0)
-        later = tl.where((j + 1 == n)[:, None], current[None, :], later)
+        at = (gates + ring_place(origin, slot, record + 1, RING)) * K + column
+        later = tl.load(log_decay_buffer + at, mask=(record + 1 < n) & (column < K), other=0)
+        later = tl.where(record + 1 == n, current, later)
+        keys_at = ((slot * G + g) * RING + ring_place(origin, slot, record, RING)) * K + column
+        keys = widened(tl.load(k_buffer + keys_at, mask=(record < n) & (column < K), other=0))
         oldest = log_decay_buffer + (gates + ring_place(origin, slot, 0, RING)) * K + column
-        whole = tl.sum(later, 0) + tl.where(
-            n > 0, tl.load(oldest, mask=(column < K) & (n > 0), other=0), current
-        )
-        since = tl.exp(tl.cumsum(later, 0, reverse=True))
-        keys = window_keys(k_buffer, origin, slot, g, column, n, G, K, J, RING) * since
-        from_key = tl.sum(keys * key[None, :], 1)
-        from_query += tl.sum(keys * query[None, :], 1)
+        first = tl.load(oldest, mask=(column < K) & (n > 0), other=0)
+        since = tl.cumsum(later, 0)
+        whole = tl.sum(later, 0)[None, :, :] + tl.where(n > 0, first, current)
+        keys *= tl.exp(since)
+        from_key = channel_sums(keys * key)
+        from_query += channel_sums(keys * query)
     decay = tl.exp(whole)
     return from_key, from_query, key * decay, query * decay, current
+
+
+@triton.jit
+def channel_decays(
+    log_decay_buffer, origin, slot, h, output, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
+    J: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """exp of the records' log decays of a full window into output (J, K), for all lanes of this program to read."""
+    record = tl.arange(0, J)[:, None, None]
+    column = 4 * tl.arange(0, KP // 4)[None, :, None] + tl.arange(0, 4)[None, None, :]
+    inside = (record < L - 1) & (column < K)
+    at = ((slot * H + h) * RING + ring_place(origin, slot, record, RING)) * K + column
+    factors = tl.exp(tl.load(log_decay_buffer + at, mask=inside, other=0))
+    tl.debug_barrier()
+    tl.store(output + record * K + column, factors, mask=inside)
+    tl.debug_barrier()
+
+
+@triton.jit
+def newest_first(J: tl.constexpr):
+    """J - 1 to 0: a sum over later records is then one over those before; reversed scans exchange data."""
+    return J - 1 - tl.arange(0, J)
+
+
+@triton.jit
+def channel_sums(x):
+    """(J, K / 4, 4) -> (J,)."""
+    return tl.sum(tl.sum(x, 2), 1)
 
 
 @triton.jit
@@ -210,7 +240,8 @@ def channel_window(
     n = tl.load(positions + b)
     if (n >= 0) & (n < L - 1):
         slot = tl.load(slots + b).to(tl.int64)
-        j, column, g = tl.arange(0, J), tl.arange(0, KP), h // (H // G)
+        j, g = newest_first(J), h // (H // G)
+        column = 4 * tl.arange(0, KP // 4)[None, :, None] + tl.arange(0, 4)[None, None, :]
         from_key, from_query, key, query, current = channel_coefficients(
             k_buffer, log_decay_buffer, origin, slot, b, h, n, q, k, log_decay, H, G, K, KP, L, J, RING
         )
@@ -262,7 +293,7 @@ def store_parts(at, from_key, from_query, inside, J: tl.constexpr):
 
 @triton.jit
 def store_halves(at, key, query, column, K: tl.constexpr, SIZE: tl.constexpr):
-    """Key and query (KP,) as float16 parts in the order of ``half_operand``'s columns; returns their units.
+    """Key and query as float16 parts in the order of ``half_operand``'s columns; returns their units.
 
     The operand's columns come as SIZE of them, the largest power of two in K, and the rest.
     """
