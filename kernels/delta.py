@@ -260,8 +260,10 @@ def by_product(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> bool:
 
 
 def _fold_rows(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
-    product = by_product(pool, inputs, tuning)
-    return tuning.fold_rows or (_dividing(pool.shape.value_dim, 64) if product else 16)
+    """Sixteen rows a warp.  Products of four warps become asynchronous ones on Blackwell, where Triton 3.7 does not
+    compile this tile's layout.
+    """
+    return tuning.fold_rows if tuning.fold_rows and by_product(pool, inputs, tuning) else 16
 
 
 def _fold_programs(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
