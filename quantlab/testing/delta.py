@@ -42,8 +42,9 @@ def inverses(strict: Tensor, implementation: str) -> Tensor:
 def _inverses(strict: numpy.ndarray, device: str) -> numpy.ndarray:
     given = torch.from_numpy(strict).to(device)
     output = torch.full_like(given, torch.nan)
+    kernel: Any = inverse_kernel
     for one, result in zip(given, output, strict=True):
-        inverse_kernel[(1,)](one, result, J=SIZE, LEVELS=4, num_warps=1, **target.LAUNCH_OPTIONS)
+        kernel[(1,)](one, result, J=SIZE, LEVELS=4, num_warps=1, **target.LAUNCH_OPTIONS)
     return output.cpu().numpy()
 
 
@@ -54,7 +55,8 @@ def restored_columns(key_dim: int, implementation: str) -> Tensor:
 
 def _restored_columns(key_dim: int, device: str) -> numpy.ndarray:
     output = torch.full((key_dim,), -1, dtype=torch.int32, device=device)
-    column_kernel[(1,)](output, K=key_dim, num_warps=1, **target.LAUNCH_OPTIONS)
+    kernel: Any = column_kernel
+    kernel[(1,)](output, K=key_dim, num_warps=1, **target.LAUNCH_OPTIONS)
     return output.cpu().numpy()
 
 
