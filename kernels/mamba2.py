@@ -34,18 +34,18 @@ from quantlab.kernels.packed import (
     product,
     three_parts,
 )
+from quantlab.kernels.plain_copies import packed_values
 
 
 @triton.jit
 def window_kernel(
-    positions, slots, k_buffer, log_decays, q, k, log_decay, coefficients, parts, queries, decays,
+    positions, slots, k_buffer, log_decays, q, k, log_decay, coefficients, decays,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Once a group, for rows that do not flush: coefficients (B, H, L), what record j is multiplied by, the current
     token at j = position, zero behind it; decays (B, H) of the state.  Appends key and log decay to the window.
 
-    For a packed read copy also what tensor cores take: parts (B, H, 3, L) bfloat16, which sum to the coefficients, and
-    queries (B, G, 2, N) float16, whose unit is then in the decays.  HEADS: a power of two >= H / G.
+    HEADS: a power of two >= H / G.
     """
     b, g = tl.program_id(0) // G, tl.program_id(0) % G
     n = tl.load(positions + b)
@@ -69,25 +69,23 @@ def window_kernel(
     weight = tl.where((j <= n)[None, :], tl.exp(tl.cumsum(later, 1, reverse=True)), 0.0) * match[None, :]
     tl.store(coefficients + (b * H + h)[:, None] * L + j[None, :], weight, mask=inside[:, None])
     whole = tl.exp(tl.sum(later, 1) + tl.where(n > 0, first, current))
-    if queries is not None:
-        ordered = widened(tl.load(q + (b * G + g) * N + key_of_half_column(column, N)))
-        high, low, unit = half_query(ordered)
-        tl.store(queries + (b * G + g) * (2 * N) + column, high)
-        tl.store(queries + (b * G + g) * (2 * N) + N + column, low)
-        whole *= unit
-        first_part, second, third = three_parts(weight)
-        part_at = parts + (b * H + h)[:, None] * (3 * L) + j[None, :]
-        tl.store(part_at, first_part, mask=inside[:, None])
-        tl.store(part_at + L, second, mask=inside[:, None])
-        tl.store(part_at + 2 * L, third, mask=inside[:, None])
     tl.store(decays + b * H + h, whole, mask=inside)
     tl.store(keys_at + n * N + column, narrowed(token, k_buffer.dtype.element_ty))
     tl.store(log_decays + (slot * H + h) * L + n, current, mask=inside)
 
 
 @triton.jit
+def record_columns(weight, c, first: tl.constexpr):
+    """float32 weight (L,) -> (L, 8) bfloat16: three columns from ``first`` on that sum to it, zeros beside them."""
+    high, middle, low = three_parts(weight)
+    columns = tl.where((c == first)[None, :], high[:, None], 0.0).to(tl.bfloat16)
+    columns = tl.where((c == first + 1)[None, :], middle[:, None], columns)
+    return tl.where((c == first + 2)[None, :], low[:, None], columns)
+
+
+@triton.jit
 def read_copy_kernel(
-    words, scales, global_scale, d_buffer, positions, slots, queries, d, coefficients, parts, decays, output,
+    words, scales, global_scale, d_buffer, positions, slots, q, d, coefficients, decays, output,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Rows that do not flush, from the NVFP4 copy: output, and the token's d behind the window.
@@ -95,6 +93,9 @@ def read_copy_kernel(
     A program takes R consecutive value rows of a group's heads, of two heads at most (R divides (H / G) P, R <= P).
     One product of tensor cores reads the codes along the two parts of the query, another sums the records: columns 0
     and 1 of the result are the state's, 2 to 4 the records' of the first head, 5 to 7 of the second.
+
+    What tensor cores take is made here and not in ``window_kernel``: a program waits longer for memory than it
+    computes.
     """
     TILES: tl.constexpr = (H // G) * P // R
     pid = tl.program_id(0)
@@ -106,7 +107,11 @@ def read_copy_kernel(
     slot = tl.load(slots + b).to(tl.int64)
     if (n < 0) | (n == L - 1):
         return
+    high, low, query_unit = half_query(widened(tl.load(q + (b * G + g) * N + key_of_half_column(column, N))))
+    query = tl.where((c == 0)[:, None], high[None, :], 0.0).to(tl.float16)
+    query = tl.where((c == 1)[:, None], low[None, :], query)
     row = first + r  # of the group
+    h = g * (H // G) + first // P
     state_row = (slot * H + g * (H // G)) * P + first
     tile_words = tl.load(
         words + state_row * (N // 8) + (r[:, None] * (N // 8) + tl.arange(0, N // 8)[None, :])
@@ -114,51 +119,43 @@ def read_copy_kernel(
     tile_scales = tl.load(
         scales + state_row * (N // 16) + (r[:, None] * (N // 16) + tl.arange(0, N // 16)[None, :])
     )
-    h0 = g * (H // G) + first // P
     records_at = d_buffer + (slot * H + g * (H // G)) * (L * P)
     if P % R == 0:
         place = (first // P) * (L * P) + first % P + r
     else:
         place = (row // P) * (L * P) + row % P
+    place = tl.max_contiguous(tl.multiple_of(place, 16), 16)  # heads and tiles are multiples of 16 rows
     records = tl.load(records_at + (place[None, :] + j[:, None] * P), mask=(j < n)[:, None], other=0)
-    query_at = queries + (b * G + g) * (2 * N) + (c[:, None] * N + column[None, :])
-    query = tl.load(query_at, mask=(c < 2)[:, None], other=0)
+    unit = tl.load(global_scale + slot * H + h) * HALF_UNIT * query_unit
+    weight = tl.load(coefficients + (b * H + h) * L + j, mask=j < L, other=0)
+    own = tl.load(coefficients + (b * H + h) * L + n)
+    unit *= tl.load(decays + b * H + h)
     token = tl.load(d + (b * H + g * (H // G)) * P + row)
-    unit = tl.load(global_scale + slot * H + h0) * HALF_UNIT * tl.load(decays + b * H + h0)
-    own = tl.load(coefficients + (b * H + h0) * L + n)
-    part = b * H + h0
+    weights = record_columns(weight, c, 2)
     if P % R == 0:
-        sums = (c >= 2) & (c < 5)
-        part_at = parts + part * (3 * L) + ((c[:, None] - 2) * L + j[None, :])
-        weights = tl.load(part_at, mask=sums[:, None] & (j < L)[None, :], other=0)
-        factor = tl.where(c == 0, unit, tl.where(c == 1, unit * LOW_QUERY, tl.where(sums, 1.0, 0.0)))
-        factor = factor[None, :]
+        factor = tl.where(c == 0, unit, tl.where(c == 1, unit * LOW_QUERY, 1.0))[None, :]
     else:
         # What follows the last head of a group is no head of its own; no row of the tile belongs to it.
-        second = tl.minimum(h0 + 1, g * (H // G) + H // G - 1)
-        part_at = (
-            parts
-            + part * (3 * L)
-            + (tl.where(c < 5, c - 2, 3 * (second - h0) + c - 5)[:, None] * L + j[None, :])
-        )
-        weights = tl.load(part_at, mask=(c >= 2)[:, None] & (j < L)[None, :], other=0)
+        second = tl.minimum(h + 1, g * (H // G) + H // G - 1)
         behind = row >= (first // P + 1) * P
-        other_unit = tl.load(global_scale + slot * H + second) * HALF_UNIT * tl.load(decays + b * H + second)
-        row_unit = tl.where(behind, other_unit, unit)[:, None]
+        second_weight = tl.load(coefficients + (b * H + second) * L + j, mask=j < L, other=0)
+        weights = tl.where((c < 5)[None, :], weights, record_columns(second_weight, c, 5))
+        second_unit = tl.load(global_scale + slot * H + second) * HALF_UNIT * query_unit
+        second_unit *= tl.load(decays + b * H + second)
+        row_unit = tl.where(behind, second_unit, unit)[:, None]
         factor = tl.where((c[None, :] >= 5) == behind[:, None], 1.0, 0.0)
         factor = tl.where(c[None, :] == 0, row_unit, tl.where(c[None, :] == 1, row_unit * LOW_QUERY, factor))
         own = tl.where(behind, tl.load(coefficients + (b * H + second) * L + n), own)
     result = product(half_operand(tile_words, tile_scales, R, N), tl.trans(query), None)
     if d_buffer.dtype.element_ty == tl.bfloat16:
-        result = product(tl.trans(records), tl.trans(weights), result)
+        result = product(tl.trans(records), weights, result)
         result = tl.sum(result * factor, 1)
     else:
         result = tl.sum(tl.where((c < 2)[None, :], result * factor, 0.0), 1)
-        weight = tl.load(coefficients + (b * H + h0) * L + j, mask=j < L, other=0)[:, None]
+        row_weight = weight[:, None]
         if P % R != 0:
-            later = tl.load(coefficients + (b * H + second) * L + j, mask=j < L, other=0)[:, None]
-            weight = tl.where(behind[None, :], later, weight)
-        result += tl.sum(widened(records) * weight, 0)
+            row_weight = tl.where(behind[None, :], second_weight[:, None], row_weight)
+        result += tl.sum(widened(records) * row_weight, 0)
     result += widened(token) * own
     tl.store(output + (b * H + g * (H // G)) * P + row, narrowed(result, output.dtype.element_ty))
     tl.store(records_at + place + n * P, narrowed(token, d_buffer.dtype.element_ty))
@@ -170,8 +167,8 @@ def read_kernel(
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
     STORE: tl.constexpr,
 ):  # fmt: skip
-    """Rows that do not flush, from the checkpoint: output, and the token's d behind the window.  R value rows a
-    program, R divides P.
+    """Rows that do not flush, from the checkpoint, or from a read copy in its place: output, and the token's d behind
+    the window.  R value rows a program, R divides P.
     """
     TILES: tl.constexpr = P // R
     pid = tl.program_id(0)
@@ -184,10 +181,17 @@ def read_kernel(
         return
     row, record = first + r, (slot * H + h) * (L * P)
     state_row = (slot * H + h) * P + first
-    codes = tl.load(checkpoint + state_row * N + (r[:, None] * N + column[None, :]))
-    row_scales = None
-    if checkpoint_scales is not None:
-        row_scales = tl.load(checkpoint_scales + state_row + r)
+    if hasattr(STORE, "powers"):
+        scales_at = checkpoint_scales + state_row * (N // 32) + r[:, None] * (N // 32)
+        state = packed_values(
+            checkpoint + state_row * (N // 2) + r[:, None] * (N // 2), scales_at, R, N, STORE
+        )
+    else:
+        codes = tl.load(checkpoint + state_row * N + (r[:, None] * N + column[None, :]))
+        row_scales = None
+        if checkpoint_scales is not None:
+            row_scales = tl.load(checkpoint_scales + state_row + r)
+        state = decoded_tile(codes, row_scales, STORE)
     records = tl.load(
         d_buffer + (record + first) + (j[:, None] * P + r[None, :]), mask=(j < n)[:, None], other=0
     )
@@ -195,7 +199,7 @@ def read_kernel(
     weight = tl.load(coefficients + (b * H + h) * L + j)
     own = tl.load(coefficients + (b * H + h) * L + n)
     token = tl.load(d + (b * H + h) * P + row)
-    result = tl.sum(decoded_tile(codes, row_scales, STORE) * query[None, :], 1) * tl.load(decays + b * H + h)
+    result = tl.sum(state * query[None, :], 1) * tl.load(decays + b * H + h)
     result += tl.sum(widened(records) * weight[:, None], 0)
     result += widened(token) * own
     tl.store(output + (b * H + h) * P + row, narrowed(result, output.dtype.element_ty))

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import triton
 
-from quantlab.kernels import read_copies, target
+from quantlab.formats import Format
+from quantlab.kernels import target
 from quantlab.kernels.checkpoints import store_of
 from quantlab.kernels.flush import flush_kernel
 from quantlab.kernels.mamba2 import read_copy_kernel, read_kernel, step_kernel, window_kernel
+from quantlab.kernels.plain_copies import copy_store_of, encode_plain
 from quantlab.kernels.scales import global_options, recipe_of
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.ledger import StateShape
@@ -28,11 +30,14 @@ PHILOX_ROUNDS = 10
 
 @dataclass(frozen=True)
 class Tiles:
-    """Value rows and columns (0: all) of a tile, warps, and the most registers a thread may have (None: any)."""
+    """Value rows and columns (0: all) of a tile, warps, stages of a pipelined loop, and the most registers a thread may
+    have (None: any).
+    """
 
     rows: int
     columns: int = 0
     warps: int = 1
+    stages: int = 1
     registers: int | None = None
 
 
@@ -52,23 +57,25 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
     stochastic = policy.checkpoint.stochastic
     rows = 16 if shape.key_dim <= 128 else 8
     step = Tiles(_dividing(shape.value_dim, rows), warps=2 if stochastic or policy.checkpoint.recipe else 1)
-    if policy.read_copy is not None:
+    if _on_tensor_cores(policy.read_copy):
         # Of a group's rows in one piece: a tile may hold the end of one head and the beginning of the next.
         group_rows = shape.heads // shape.key_heads * shape.value_dim
         wanted = _dividing(group_rows, 64 if shape.key_dim <= 128 else 32)
         read_rows = wanted if wanted <= shape.value_dim else _dividing(shape.value_dim, wanted)
         registers = 96 if read_rows == 64 else None
     else:
-        best = 16 if policy.checkpoint.name == "fp32" else 32
+        best = 16 if (policy.read_copy or policy.checkpoint).name == "fp32" else 32
         read_rows, registers = _dividing(shape.value_dim, best if shape.key_dim <= 128 else 16), None
     read = Tiles(read_rows, registers=registers)
-    columns = shape.key_dim if policy.checkpoint.recipe else min(shape.key_dim, 64)
-    if policy.read_copy is None:
-        warps = 4 if policy.checkpoint.recipe else 1  # whole rows of codes and random words spill in one
-        flush, programs = Tiles(_dividing(shape.value_dim, 16), columns, warps), 1056
+    rows16, columns = _dividing(shape.value_dim, 16), min(shape.key_dim, 128)
+    if policy.checkpoint.recipe:  # a scale of a row needs all of it
+        flush, programs = Tiles(rows16, shape.key_dim, warps=2), 528
+    elif policy.read_copy is None:
+        flush, programs = Tiles(rows16, columns, stages=3), 1056
+    elif policy.checkpoint.name == "fp32":
+        flush, programs = Tiles(_dividing(shape.value_dim, 64), 32, warps=4), 792
     else:
-        rows = 32 if policy.checkpoint.recipe else 64
-        flush, programs = Tiles(_dividing(shape.value_dim, rows), columns, warps=4), 792
+        flush, programs = Tiles(_dividing(shape.value_dim, 64), min(columns, 64), warps=4), 528
     return Configuration(step, read, flush, programs)
 
 
@@ -85,11 +92,9 @@ def served(policy: Policy, shape: StateShape, records: int | None) -> str | None
         return "room for drafts behind the window"
     if options.flush != "full":
         return f"flush={options.flush}"
-    if policy.read_copy is None:
-        return None
-    if options.flush_read != "exact":
+    if policy.read_copy is not None and options.flush_read != "exact":
         return f"flush_read={options.flush_read}"
-    return read_copies.served(policy.read_copy)
+    return None
 
 
 def launch(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor) -> None:
@@ -98,8 +103,12 @@ def launch(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Te
     if pool.policy.window == 1:
         _step(pool, inputs, plan, output, chosen.step)
         return
+    with target.beside(pool.device):
+        _flush(pool, inputs, plan, output, chosen)
     _read(pool, inputs, plan, output, chosen.read)
-    _flush(pool, inputs, plan, output, chosen)
+    target.together(pool.device)
+    if pool.policy.read_copy is not None and not _on_tensor_cores(pool.policy.read_copy):
+        encode_plain(pool, plan.flush_rows, plan.flush_count, plan.slots)
 
 
 def _step(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, tiles: Tiles) -> None:
@@ -124,15 +133,8 @@ def _step(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
 def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, tiles: Tiles) -> None:
     shape, window, batch = pool.shape, pool.policy.window, output.shape[0]
     heads, groups = shape.heads, shape.key_heads
-
-    def memory(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
-        return torch.empty((batch, *sizes), dtype=dtype, device=pool.device)
-
-    coefficients, decays = memory(torch.float32, heads, window), memory(torch.float32, heads)
-    parts = queries = None
-    if pool.policy.read_copy is not None:
-        parts = memory(torch.bfloat16, heads, 3, window)
-        queries = memory(torch.float16, groups, 2, shape.key_dim)
+    coefficients = torch.empty((batch, heads, window), dtype=torch.float32, device=pool.device)
+    decays = torch.empty((batch, heads), dtype=torch.float32, device=pool.device)
     sizes = _sizes(shape)
     _any(window_kernel)[(batch * groups,)](
         plan.positions,
@@ -143,8 +145,6 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
         inputs.k,
         inputs.log_decay,
         coefficients,
-        parts,
-        queries,
         decays,
         **{name: sizes[name] for name in ("H", "G", "N")},
         L=window,
@@ -153,10 +153,13 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
     )
     common = {**sizes, "L": window, "R": tiles.rows, **_options(tiles)}
     programs = batch * heads * shape.value_dim // tiles.rows
-    if queries is None:
+    copy = pool.policy.read_copy
+    if not _on_tensor_cores(copy):
+        stored = (
+            (pool.checkpoint, pool.checkpoint_scales) if copy is None else (pool.copy_codes, pool.copy_scales)
+        )
         _any(read_kernel)[(programs,)](
-            pool.checkpoint,
-            pool.checkpoint_scales,
+            *stored,
             pool.d_buffer,
             plan.positions,
             plan.slots,
@@ -165,7 +168,7 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
             coefficients,
             decays,
             output,
-            STORE=store_of(pool.policy.checkpoint),
+            STORE=store_of(pool.policy.checkpoint) if copy is None else copy_store_of(copy),
             **common,
         )
         return
@@ -177,10 +180,9 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
         pool.d_buffer,
         plan.positions,
         plan.slots,
-        queries,
+        inputs.q,
         inputs.v,
         coefficients,
-        parts,
         decays,
         output,
         **common,
@@ -191,6 +193,7 @@ def _flush(
     pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, chosen: Configuration
 ) -> None:
     shape, tiles, copy = pool.shape, chosen.flush, pool.policy.read_copy
+    copy = copy if _on_tensor_cores(copy) else None
     items = output.shape[0] * shape.heads * (1 if copy is not None else shape.value_dim // tiles.rows)
     _any(flush_kernel)[(min(chosen.flush_programs, items),)](
         plan.flush_rows,
@@ -198,9 +201,7 @@ def _flush(
         plan.slots,
         pool.checkpoint,
         pool.checkpoint_scales,
-        None if pool.copy_codes is None else pool.copy_codes.view(torch.int32),
-        pool.copy_scales,
-        pool.copy_global_scale,
+        *_words(pool, copy),
         pool.k_buffer,
         pool.d_buffer,
         pool.log_decay_buffer,
@@ -221,6 +222,18 @@ def _flush(
     )
 
 
+def _on_tensor_cores(copy: Format | None) -> bool:
+    """Whether a read copy is read as packed words on tensor cores, and encoded within the flush."""
+    return copy is not None and copy.name == "nvfp4"
+
+
+def _words(pool: LayerPool, copy: Format | None) -> tuple[torch.Tensor | None, ...]:
+    """The read copy that a flush encodes itself."""
+    if copy is None or pool.copy_codes is None:
+        return None, None, None
+    return pool.copy_codes.view(torch.int32), pool.copy_scales, pool.copy_global_scale
+
+
 def _token(inputs: StepInputs) -> tuple[torch.Tensor, ...]:
     return inputs.q, inputs.k, inputs.v, inputs.log_decay
 
@@ -237,7 +250,7 @@ def _sizes(shape: StateShape) -> dict[str, int]:
 
 def _options(tiles: Tiles) -> dict[str, Any]:
     registers = {} if tiles.registers is None or target.interpreting() else {"maxnreg": tiles.registers}
-    return {"num_warps": tiles.warps, **registers, **target.LAUNCH_OPTIONS}
+    return {"num_warps": tiles.warps, "num_stages": tiles.stages, **registers, **target.LAUNCH_OPTIONS}
 
 
 def _any(kernel: Any) -> Any:

@@ -6,10 +6,10 @@ import torch
 import triton
 from torch import Tensor
 
-from quantlab.formats import Format
 from quantlab.kernels import target
 from quantlab.kernels.checkpoints import store_of
 from quantlab.kernels.copies import encode_kernel
+from quantlab.kernels.plain_copies import encode_plain
 from quantlab.kernels.scales import global_options, recipe_of
 from quantlab.schemes.pool import LayerPool
 
@@ -17,17 +17,15 @@ PROGRAMS = 1056
 """At most; they share the tiles of all rows among them."""
 
 
-def served(copy: Format) -> str | None:
-    """Why no kernel encodes and reads the copy, or None."""
-    return None if copy.name == "nvfp4" else f"a read copy of {copy.name}"
-
-
 def encode(pool: LayerPool, rows: Tensor, count: Tensor, slots: Tensor, largest: Tensor) -> None:
     """Encode the read copy of the slots ``slots[rows[i]]`` for i below ``count``, from their stored checkpoints.
 
     rows: int32 (B,).  count: int32 (1,).  slots: int32 or int64.  largest: float32 (B, heads, parts), of the magnitudes
-    of the checkpoint's values in some parts of each head, row i of it for the i-th of ``rows``.
+    of the checkpoint's values in some parts of each head, row i of it for the i-th of ``rows``; nvfp4 alone needs it.
     """
+    if pool.policy.read_copy is not None and pool.policy.read_copy.name != "nvfp4":
+        encode_plain(pool, rows, count, slots)
+        return
     shape, copy = pool.shape, pool.policy.read_copy
     assert copy is not None
     assert pool.copy_codes is not None

@@ -36,6 +36,8 @@ class Specialisation:
     warps: int = 4
     registers: int | None = None
     """The most that a thread may have, where the launch limits it."""
+    stages: int | None = None
+    """Of pipelined loops, where the launch says it."""
 
 
 def specialisations() -> tuple[Specialisation, ...]:
@@ -93,6 +95,8 @@ def compile_for(name: str, capability: int) -> dict[str, Any]:
     options = {"num_warps": specialisation.warps, **target.LAUNCH_OPTIONS}
     if specialisation.registers is not None:
         options["maxnreg"] = specialisation.registers
+    if specialisation.stages is not None:
+        options["num_stages"] = specialisation.stages
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return {form: compiled.asm[form] for form in ("ptx", "cubin")}
 
@@ -109,11 +113,14 @@ def _launched(launch: Launch) -> Specialisation:
     constants = {name: value for name, value in launch.arguments.items() if name not in types}
     options = dict(launch.options)
     assert {name: options.pop(name) for name in target.LAUNCH_OPTIONS} == target.LAUNCH_OPTIONS
-    warps, registers = options.pop("num_warps", 4), options.pop("maxnreg", None)
+    warps, registers, stages = (
+        options.pop(name, default)
+        for name, default in (("num_warps", 4), ("maxnreg", None), ("num_stages", None))
+    )
     assert not options, (
         f"{launch.name} is launched with {', '.join(options)}, which the compile does not know"
     )
-    return Specialisation(f"step_{launch.name}", launch.kernel, types, constants, warps, registers)
+    return Specialisation(f"step_{launch.name}", launch.kernel, types, constants, warps, registers, stages)
 
 
 def _dual_read(

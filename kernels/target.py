@@ -1,5 +1,9 @@
 """What the kernels run on.  The only file that asks."""
 
+import contextlib
+import functools
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -43,3 +47,32 @@ def describe(device: torch.device) -> str:
         return "Triton interpreter"
     major, minor = torch.cuda.get_device_capability(device)
     return f"Triton on {torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+
+
+@contextlib.contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Launches inside may run beside those that follow, until ``together``: on a branch of a CUDA graph that is being
+    captured, where that costs no host time; elsewhere they simply come first.
+    """
+    if not _capturing(device):
+        yield
+        return
+    branch = _branch(device)
+    branch.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(branch):
+        yield
+
+
+def together(device: torch.device) -> None:
+    """What follows waits for the launches of ``beside``."""
+    if _capturing(device):
+        torch.cuda.current_stream(device).wait_stream(_branch(device))
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def _branch(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from quantlab import __version__, cli_drift
+from quantlab import __version__, cli_bench, cli_drift
 from quantlab.cli_claims import claims_app
 from quantlab.cli_errors import CommandLineError, discard_output, flush_output, is_help, usage_text
 from quantlab.cli_formats import formats_app
@@ -245,6 +245,7 @@ def explain(
 
 
 app.command(epilog=SIZE_EPILOG)(size)
+app.command(epilog=cli_bench.EPILOG)(cli_bench.bench)
 
 
 def _when_stored(policy: "Policy") -> str:

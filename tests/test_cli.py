@@ -15,7 +15,19 @@ from quantlab.cli import app
 from quantlab.records import load_records
 
 ROOT = Path(__file__).resolve().parents[1]
-VERBS = ["study", "sweep", "report", "drift", "eval", "predict", "size", "formats", "explain", "claims"]
+VERBS = [
+    "study",
+    "sweep",
+    "report",
+    "drift",
+    "eval",
+    "predict",
+    "size",
+    "formats",
+    "explain",
+    "claims",
+    "bench",
+]
 
 
 def quantlab(*arguments, cwd=ROOT):

@@ -49,7 +49,6 @@ LOOK_UPS = {
     ("quantlab.drift.sources", "records"): "a stream file is checked and read in parts",
     ("quantlab.drift.series", "records"): "a file appears under its name only when it is complete",
     ("quantlab.schemes.files", "records"): "files are written whole or not at all, in one place",
-    ("quantlab.kernels.bench", "testing"): "no speed without a passed comparison",
     ("quantlab.kernels.bench", "records"): "a timing is a record",
 }
 

@@ -19,8 +19,8 @@ from quantlab.errors import InputError, unknown_name
 from quantlab.records.writing import write_atomic
 
 SCHEMA_VERSION = 1
-KINDS = ("drift", "eval", "scan")
-STATUSES = ("ok", "diverged", "not_exercised", "failed")
+KINDS = ("drift", "eval", "scan", "bench")
+STATUSES = ("ok", "diverged", "not_exercised", "not_served", "comparison_failed", "failed")
 FIELDS = (
     "schema_version",
     "kind",
@@ -52,6 +52,14 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
         "pairing": "by document hash against fp32@1 of the same model, task and data",
     },
     "scan": {"version": 1, "reference": "the trained recurrence in float64 on the same inputs"},
+    "bench": {
+        "version": 1,
+        "time": "median of CUDA-graph replays: a layer's decode step amortised over the window, begin and end included",
+        "rows": "cursors spread evenly over the window; memory beyond several times the last cache between two visits",
+        "bytes": "read and written by the policy's ledger at the batch; inputs and outputs apart",
+        "copy": "torch.mul(x, 1.5, out=y) in a graph, 4 GiB read and 4 GiB written, in the same run",
+        "gate": "compared with the torch twin at the same batch before it is timed; peers with float64",
+    },
 }
 
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}

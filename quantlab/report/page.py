@@ -167,7 +167,7 @@ def _troubles(records: Sequence[Record]) -> list[dict[str, Any]]:
             found.append(
                 {"policy": point["policy"], "status": record["status"], "where": where, "reason": reason}
             )
-    order = ("failed", "not_exercised", "diverged", "ok")
+    order = ("failed", "comparison_failed", "not_served", "not_exercised", "diverged", "ok")
     return sorted(found, key=lambda trouble: (order.index(trouble["status"]), trouble["policy"]))
 
 

@@ -50,6 +50,8 @@ LOADED = {
     "fp16+sr/nvfp4@4": (SMALL, torch.float32),
     "fp8+sr/nvfp4@4": (SMALL, torch.bfloat16),
     "int8@1": (SMALL, torch.float16),
+    "fp16/mxfp4@4": (SMALL, torch.float32),
+    "int8+sr/fp8@4": (SMALL, torch.float32),
     "fp32/nvfp4@4": (StateShape(1, 80, 32, 1), torch.float32),
 }
 
@@ -268,7 +270,6 @@ UNSERVED = {
     "fp32@3": ("mamba2", SMALL, "a window that is neither 1 nor a power of two"),
     "fp32@4:flush=early": ("mamba2", SMALL, "flush=early"),
     "fp32/nvfp4@4:flush_read=copy": ("mamba2", SMALL, "flush_read=copy"),
-    "fp32/mxfp4@4": ("mamba2", SMALL, "a read copy of mxfp4"),
 }
 
 

@@ -1,0 +1,275 @@
+"""Time every decode kernel of issue 5's table on one GPU, beside its peers, and hold the ratios against their targets.
+
+python experiments/kernels_h200/run.py --output results/kernels_h200 --peer vllm=PATH --peer replayssm=PATH
+python experiments/kernels_h200/run.py --output results/kernels_h200 --only mamba2   # a part; the same command resumes
+python experiments/kernels_h200/run.py --output results/kernels_h200 --report        # from the records alone
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run by path: the repository root is not on the path then
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from quantlab.kernels.bench_cases import OURS, Case, expand, parse_shape
+from quantlab.kernels.bench_peers import PEERS, load_peers, offered, parse_peers
+from quantlab.schemes import parse_policy
+
+MAIN_BATCH = 256
+BATCHES = (MAIN_BATCH, 512, 64, 8, 1, 32)
+"""The most important first: a run that is cut off has it."""
+
+MAMBA2 = (
+    *("fp32@1", "fp16@1", "fp32@16", "fp16@16"),
+    *("fp32/nvfp4@16", "fp16/nvfp4@16", "fp16+sr/nvfp4@16", "fp8+sr/nvfp4@16"),
+)
+DELTA = (
+    *("fp32@1", "fp32@16", "fp32/nvfp4@16", "fp32/nvfp4@16:contents=derived"),
+    *("fp16+sr/nvfp4@16", "fp8+sr/nvfp4@16"),
+)
+OTHER_SHAPES = ("fp32@1", "fp32@16", "fp32/nvfp4@16", "fp16+sr/nvfp4@16")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Cases that one device call can hold: a family, its shapes, policies (buffer=bf16 is added) and batches."""
+
+    family: str
+    shapes: tuple[str, ...]
+    policies: tuple[str, ...]
+    batches: tuple[int, ...]
+
+    def cases(self, peers: dict[str, list[str]]) -> list[Case]:
+        policies = [with_bf16(text) for text in self.policies]
+        return [
+            case
+            for shape in self.shapes
+            for case in expand(self.family, parse_shape(shape), policies, list(self.batches), peers)
+        ]
+
+
+PARTS = {
+    "mamba2": Part("mamba2", ("64,64,128,8",), MAMBA2, BATCHES),
+    "gated_delta": Part("gated_delta", ("32,128,128,16",), DELTA, BATCHES),
+    "kimi_delta": Part("kimi_delta", ("32,128,128,32",), DELTA, BATCHES),
+    "mamba2_shapes": Part(
+        "mamba2",
+        ("128,64,128,8", "96,80,128,8", "80,64,128,1", "24,128,256,1"),
+        OTHER_SHAPES,
+        (MAIN_BATCH,),
+    ),
+    "gated_delta_shapes": Part("gated_delta", ("64,128,128,16", "30,192,96,30"), OTHER_SHAPES, (MAIN_BATCH,)),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """How many times faster than a peer's kernel (or any of its kernels, if policy is None) ours is to be."""
+
+    family: str
+    policy: str
+    peer: str
+    peer_policy: str
+    least: float
+
+
+TARGETS = (
+    Target("mamba2", "fp32/nvfp4@16", "vllm", "fp32@1", 4.5),
+    Target("mamba2", "fp16+sr/nvfp4@16", "vllm", "fp32@1", 5.5),
+    Target("mamba2", "fp8+sr/nvfp4@16", "vllm", "fp32@1", 6.0),
+    Target("mamba2", "fp16/nvfp4@16", "replayssm", "fp32@16", 3.4),
+    Target("mamba2", "fp32@16", "replayssm", "fp32@16", 1.0),
+    Target("mamba2", "fp32@1", "vllm", "fp32@1", 1.0),
+    Target("gated_delta", "fp32/nvfp4@16", "vllm", "fp32@1", 4.0),
+    Target("gated_delta", "fp32/nvfp4@16:contents=derived", "vllm", "fp32@1", 4.0),
+    Target("kimi_delta", "fp32/nvfp4@16", "fla", "fp32@1", 3.0),
+)
+"""At batch 256, of the first shape of each family."""
+SMALL_BATCHES, SMALL_LEAST = (1, 8), 0.95
+"""Where any policy is to be this fast against the fastest peer."""
+READ_SHARE = 0.70
+"""Of the copy bandwidth, that a read kernel is to reach on its own bytes at batch 256."""
+SHAPE_SHARE = 0.85
+"""Of the first shape's share of the copy bandwidth, that another shape is to reach."""
+
+
+def with_bf16(text: str) -> str:
+    """With bfloat16 records, as speed rows always are; @1 has none."""
+    policy = parse_policy(text)
+    return str(policy) if policy.window == 1 else str(parse_policy(f"{policy}:buffer=bf16"))
+
+
+def main() -> None:
+    options = _options()
+    folder = options.output / "records"
+    if options.list:
+        for name in options.only:
+            part = PARTS[name]
+            cases = part.cases({peer: offered(peer, part.family) for peer in PEERS})
+            print(f"{name}: {len(cases)} cases")
+            for case in cases:
+                print(f"  {case.label}")
+        return
+    left = 0 if options.report else _measure(options, folder)
+    rows = _report(options.output)
+    for line in held(rows):
+        print(line)
+    if left:
+        print(f"{left} cases are left: the time was up; the same command goes on", file=sys.stderr)
+    wrong = [row for row in rows if row["status"] in ("failed", "comparison_failed")]
+    for row in wrong:
+        where = f"{row['family']} {_shape(row)} batch {row['batch']}, {row['implementation']} {row['policy']}"
+        print(f"{row['status']}: {where}: {row['message']}", file=sys.stderr)
+    sys.exit(1 if any(row["implementation"] == OURS for row in wrong) else 0)
+
+
+def _measure(options: argparse.Namespace, folder: Path) -> int:
+    """Time what has no record yet; returns how many cases were not reached."""
+    import torch
+
+    from quantlab.kernels.bench import run_cases
+    from quantlab.kernels.bench_timing import GraphTimer, gpu_environment, obstacle
+    from quantlab.records import check_output_folder
+    from quantlab.sweep.environment import capture_environment
+
+    if reason := obstacle():
+        sys.exit(f"error: this needs {reason}")
+    check_output_folder(folder)
+    peers, notes = load_peers(parse_peers(options.peer))
+    print(*notes, sep="\n", file=sys.stderr)
+    parts = [PARTS[name] for name in options.only]
+    cases = [
+        case
+        for part in parts
+        for case in part.cases({name: peer.policies(part.family) for name, peer in peers.items()})
+    ]
+    timer, begun = GraphTimer(options.measure_seconds), time.monotonic()
+
+    def show(record: dict[str, Any], timed: bool) -> None:
+        point, us = record["point"], record["metrics"].get("us")
+        text = f"{us:9.2f} us" if us else f"{record['status']}: {record['message']}"
+        where = (
+            f"{point['family']} {point['heads']},{point['value_dim']},{point['key_dim']},{point['key_heads']}"
+        )
+        print(
+            f"{time.monotonic() - begun:6.1f} s  {where} batch {point['batch']:>4} "
+            f"{point['implementation']:>9} {point['policy']:<44} {text}{'' if timed else ' (record)'}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    records = run_cases(
+        cases,
+        timer,
+        environment=capture_environment(torch.get_num_threads()) | gpu_environment(timer),
+        peers=peers,
+        folder=folder,
+        again=options.again,
+        single_kernels=lambda case: case.batch == MAIN_BATCH,
+        deadline=begun + options.seconds,
+        show=show,
+    )
+    return len(cases) - len(records)
+
+
+def _report(output: Path) -> list[dict[str, Any]]:
+    from quantlab.report.speed import draw_speed, in_order, load_speed_records, speed_csv, speed_rows
+
+    rows = in_order(list(speed_rows(load_speed_records(output))))
+    speed_csv(rows, output / "bench.csv")
+    draw_speed(rows, output)
+    return rows
+
+
+def held(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line a target: what was reached, or that there is no pair of records of one run."""
+    for target in TARGETS:
+        mine = _timed(rows, target.family, OURS, with_bf16(target.policy), MAIN_BATCH)
+        wanted = parse_policy(with_bf16(target.peer_policy))
+        theirs = [
+            row
+            for row in _timed(rows, target.family, target.peer, None, MAIN_BATCH)
+            if _stores(row["policy"]) == _stores(str(wanted))
+        ]
+        text = (
+            f"{target.family} {target.policy} against {target.peer} {target.peer_policy}, batch {MAIN_BATCH}"
+        )
+        pairs = [(a, b) for a in mine for b in theirs if a["run"] == b["run"]]
+        yield _line(text, pairs[0][1]["us"] / pairs[0][0]["us"] if pairs else None, target.least, "x")
+    for name in ("mamba2", "gated_delta", "kimi_delta"):
+        for batch in SMALL_BATCHES:
+            for row in _timed(rows, name, OURS, None, batch):
+                text = f"{name} {row['policy']} against the fastest peer, batch {batch}"
+                yield _line(text, row["against_peer"], SMALL_LEAST, "x")
+    for row in rows:
+        if row["us"] and row["implementation"] == OURS and row["batch"] == MAIN_BATCH:
+            where = f"{row['family']} {_shape(row)} {row['policy']}"
+            if "read" in row["launches"]:
+                yield _line(
+                    f"{where}: read kernel, of the copy", row["launches"]["read"]["of_copy"], READ_SHARE, ""
+                )
+            if _shape(row) != PARTS[row["family"]].shapes[0]:
+                first = _timed(rows, row["family"], OURS, row["policy"], MAIN_BATCH)
+                share = row["of_copy"] / first[0]["of_copy"] if first else None
+                yield _line(
+                    f"{where}: share of the copy over that of the first shape", share, SHAPE_SHARE, ""
+                )
+
+
+def _timed(
+    rows: Sequence[dict[str, Any]], family: str, implementation: str, policy: str | None, batch: int
+) -> list[dict[str, Any]]:
+    """Of the family's first shape."""
+    return [
+        row
+        for row in rows
+        if row["us"]
+        and (row["family"], row["implementation"], row["batch"]) == (family, implementation, batch)
+        and _shape(row) == PARTS[family].shapes[0]
+        and policy in (None, row["policy"])
+    ]
+
+
+def _shape(row: dict[str, Any]) -> str:
+    return f"{row['heads']},{row['value_dim']},{row['key_dim']},{row['key_heads']}"
+
+
+def _stores(text: str) -> tuple[str, int]:
+    policy = parse_policy(text)
+    return policy.checkpoint.text, policy.window
+
+
+def _line(text: str, value: float | None, least: float, unit: str) -> str:
+    if value is None:
+        return f"{'no pair':>8}          {text}"
+    return f"{value:7.2f}{unit:<1} {'met' if value >= least else 'NOT MET':>8} (>= {least:g})  {text}"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("results/kernels_h200"), help="folder of the records"
+    )
+    parser.add_argument(
+        "--only", action="append", choices=PARTS, help="a part; repeat for several (default: all)"
+    )
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME[=PATH]")
+    parser.add_argument("--seconds", type=float, default=480, help="no group of cases begins after so many")
+    parser.add_argument("--measure-seconds", type=float, default=0.12, help="of replays for each time")
+    parser.add_argument("--again", action="store_true", help="time what has a record too")
+    parser.add_argument("--list", action="store_true", help="list the cases; needs no GPU")
+    parser.add_argument("--report", action="store_true", help="tables and figures from the records alone")
+    options = parser.parse_args()
+    options.only = options.only or list(PARTS)
+    return options
+
+
+if __name__ == "__main__":
+    main()
