@@ -153,7 +153,7 @@ def quick_codes(x, words, STORE: tl.constexpr):
     LARGEST: tl.constexpr = ((ELEMENT.max_exponent + 128) << 23) - (1 << DROPPED)
     bits = x.to(tl.int32, bitcast=True)
     beyond = ((bits & 0x7FFFFFFF) - SMALLEST).to(tl.uint32, bitcast=True)
-    ordinary = tl.max(tl.max(beyond, 1), 0) <= LARGEST - SMALLEST
+    ordinary = tl.max(beyond) <= LARGEST - SMALLEST
     top = (words >> (32 - DROPPED)).to(tl.int32, bitcast=True)
     values = ((bits + top) & -(1 << DROPPED)).to(tl.float32, bitcast=True)
     return stored_float(values, ELEMENT), values, ordinary
@@ -273,7 +273,7 @@ def stochastic_codes(x, words, ELEMENT: tl.constexpr):
     # Added as float32's sign is not there: the sum stays below 2^32.
     codes = ((magnitude.to(tl.uint32) + (words >> (32 - DROPPED))) >> DROPPED).to(tl.int32) - REBIAS
     if MIN_FIELD > 1:  # noqa: SIM102 (the outer condition is a constant, the inner one the device's)
-        if tl.min(tl.min(magnitude, 1), 0) < (MIN_FIELD << 23):
+        if tl.min(magnitude) < (MIN_FIELD << 23):
             codes = subnormal_codes(magnitude, words, codes, ELEMENT)
     beyond = codes > ELEMENT.max_code
     if ELEMENT.overflow.value == "infinity":

@@ -90,7 +90,7 @@ def served(policy: Policy, shape: StateShape, records: int | None) -> str | None
         return "a key dim that is neither a power of two nor the sum of two"
     if rest and policy.checkpoint.recipe is not None:
         return "a key dim that is no power of two with a scale a row"
-    return read_copies.served(policy.read_copy)
+    return None if policy.read_copy.name == "nvfp4" else f"a read copy of {policy.read_copy.name}"
 
 
 def decode_gated_delta(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor) -> None:

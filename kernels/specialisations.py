@@ -48,19 +48,16 @@ def specialisations() -> tuple[Specialisation, ...]:
         # name, heads, groups, value dim, key dim, window, buffer type, token type
         ("mamba2_8_groups_fp32", 64, 8, 64, 128, 16, "fp32", "fp32"),
         ("mamba2_value_dim_80", 96, 8, 80, 128, 16, "bf16", "bf16"),
-        ("no_window", 64, 8, 64, 128, 0, "fp32", "fp32"),
         ("odd_sizes", 6, 3, 37, 80, 33, "fp32", "fp32"),
     )
     state = torch.Size((1, 24, 64, 128))
     encodings = (
         # name, format, shape, what is written, dtype of x
         ("fp16_sr13", "fp16+sr13", state, VALUES, torch.float32),
-        ("e4m3_sr", "e4m3+sr", state, CODES, torch.bfloat16),
         ("int16_head_sr", "int16:head+sr", state, VALUES, torch.float32),
         ("int4_packed", "int4:block32", state, PACKED, torch.float32),
         ("fp8_reciprocal", "fp8+scale.recip", state, CODES, torch.bfloat16),
         ("nvfp4_packed", "nvfp4", state, PACKED, torch.bfloat16),
-        ("nvfp4_sr8", "nvfp4:row+sr8", state, VALUES, torch.float32),
         ("mxfp4_packed", "mxfp4", state, PACKED, torch.float32),
     )
     decodings = (

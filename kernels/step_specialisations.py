@@ -47,6 +47,7 @@ POLICIES = (
     ("gdn", "fp32/nvfp4@16:buffer=bf16", "gated_delta", _GATED_DELTA, ("window_fold", "read")),
     ("gdn_derived", "fp32/nvfp4@16:buffer=bf16:contents=derived", "gated_delta", _ODD_KEYS, ("window_fold",)),
     ("kda", "fp32/nvfp4@16:buffer=bf16", "kimi_delta", _KIMI_DELTA, ("window_fold", "read")),
+    ("fp16_mxfp4", "fp16/mxfp4@16:buffer=bf16", "mamba2", _NANO, ("read", "encode_plain")),
     ("fp16_nvfp4_value_dim_80", "fp16/nvfp4@16:buffer=bf16", "mamba2", _ODD_VALUES, ("read_copy",)),
 )
 """A kernel that several policies launch alike stands here once."""
@@ -73,17 +74,12 @@ def launches() -> list[Launch]:
         )
         found += [made[kernel]._replace(name=f"{name}_{kernel}") for kernel in wanted]
     pool = allocate_pool("fp32@16", "mamba2", _NANO, BATCH, device="meta")[0]
-    return found + [
-        launch
-        for launch in _recorded(lambda: _counters(pool))
-        if launch.name in ("plan", "advance", "hand_off")
-    ]
+    return found + _recorded(lambda: _counters(pool))
 
 
 def _counters(pool: LayerPool) -> None:
     with unittest.mock.patch.object(steps.arguments, "runs_here", lambda *_: None):
         steps.end_step(steps.begin_step(pool.counters, _slots(), pool.policy.window))
-    hand_off.launch(pool, _slots(), _tensor(torch.float32, *pool.checkpoint.shape[1:]))
 
 
 def _step_and_load(pool: LayerPool) -> None:

@@ -22,7 +22,6 @@ FAST = {
     ("dual_read_mamba2_value_dim_80", 100),
     ("dual_read_mamba2_8_groups_fp32", 90),
     ("dual_read_odd_sizes", 90),
-    ("encode_e4m3_sr", 90),
     ("encode_fp8_reciprocal", 90),
     ("encode_mxfp4_packed", 90),
     ("decode_nvfp4", 90),
@@ -43,7 +42,6 @@ DIVIDING = {
     "encode_int4_packed",
     "encode_fp8_reciprocal",
     "encode_nvfp4_packed",
-    "encode_nvfp4_sr8",
     "global_scale_nvfp4",
 }
 
