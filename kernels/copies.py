@@ -46,7 +46,7 @@ def encode_kernel(
     """The read copies of whole slots.  rows (B,): batch rows, ``count`` of them.  largest (B, H, PARTS): of
     |checkpoint| of parts of each head.
 
-    LANES: a power of two >= PARTS.
+    LANES: a power of two >= PARTS.  Without row scales P and N, a power of two, may be another shape of one matrix.
     """
     TILES: tl.constexpr = P // R
     total = tl.load(count) * (H * TILES)

@@ -29,8 +29,11 @@ def encode(pool: LayerPool, rows: Tensor, count: Tensor, slots: Tensor, largest:
     shape, copy = pool.shape, pool.policy.read_copy
     assert copy is not None
     assert pool.copy_codes is not None
-    tile = min(16, shape.value_dim & -shape.value_dim)
-    programs = min(PROGRAMS, rows.shape[0] * shape.heads * (shape.value_dim // tile))
+    # Blocks of 16 lie one behind the other whatever the shape, which the kernel wants to be a power of two wide.
+    columns = shape.key_dim if pool.checkpoint_scales is not None else shape.key_dim & -shape.key_dim
+    height = shape.value_dim * shape.key_dim // columns
+    tile = min(16, height & -height)
+    programs = min(PROGRAMS, rows.shape[0] * shape.heads * (height // tile))
     kernel: Any = encode_kernel
     kernel[(programs,)](
         rows,
@@ -43,8 +46,8 @@ def encode(pool: LayerPool, rows: Tensor, count: Tensor, slots: Tensor, largest:
         pool.copy_scales,
         pool.copy_global_scale,
         H=shape.heads,
-        P=shape.value_dim,
-        N=shape.key_dim,
+        P=height,
+        N=columns,
         R=tile,
         PARTS=largest.shape[2],
         LANES=triton.next_power_of_2(largest.shape[2]),

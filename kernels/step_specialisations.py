@@ -23,6 +23,9 @@ BATCH = 256
 _NANO = StateShape(64, 64, 128, 8)
 _ODD_VALUES = StateShape(96, 80, 128, 8)
 _LONG_KEYS = StateShape(24, 128, 256, 1)
+_GATED_DELTA = StateShape(32, 128, 128, 16)
+_KIMI_DELTA = StateShape(32, 128, 128, 32)
+_ODD_KEYS = StateShape(30, 192, 96, 30)
 
 POLICIES = (
     # name, policy, family, shape, which of its kernels
@@ -41,6 +44,9 @@ POLICIES = (
     ),
     ("fp16_sr_nvfp4", "fp16+sr/nvfp4@16:buffer=bf16", "mamba2", _NANO, ("flush",)),
     ("fp8_sr_nvfp4", "fp8+sr/nvfp4@16:buffer=bf16", "mamba2", _NANO, ("flush", "load", "encode")),
+    ("gdn", "fp32/nvfp4@16:buffer=bf16", "gated_delta", _GATED_DELTA, ("window_fold", "read")),
+    ("gdn_derived", "fp32/nvfp4@16:buffer=bf16:contents=derived", "gated_delta", _ODD_KEYS, ("window_fold",)),
+    ("kda", "fp32/nvfp4@16:buffer=bf16", "kimi_delta", _KIMI_DELTA, ("window_fold", "read")),
     ("fp16_mxfp4", "fp16/mxfp4@16:buffer=bf16", "mamba2", _NANO, ("read", "encode_plain")),
     ("fp16_nvfp4_value_dim_80", "fp16/nvfp4@16:buffer=bf16", "mamba2", _ODD_VALUES, ("read_copy",)),
 )

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from quantlab.errors import InputError
-from quantlab.kernels import arguments, hand_off, mamba2_steps, target
+from quantlab.kernels import arguments, delta, hand_off, mamba2_steps, target
 from quantlab.kernels.slots import advance_kernel, plan_kernel
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.ledger import StateShape
@@ -39,6 +39,8 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "mamba2": Family(mamba2_steps.served, mamba2_steps.launch),
+    "gated_delta": Family(delta.served, delta.decode_gated_delta),
+    "kimi_delta": Family(delta.served, delta.decode_kimi_delta),
 }
 
 

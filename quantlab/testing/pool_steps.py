@@ -277,7 +277,8 @@ def _evaluate(pool: LayerPool, terms: Terms) -> Results:
     if delta and options.key_read == "checkpoint":
         _, own = step(through(terms.base, False), token, None)
     seen, d = step(view, token, own)
-    raw = pool.raw or (delta and not pool.records)
+    # With window 1 a read copy serves S k of the stored token, too.
+    raw = pool.raw or (delta and not pool.records and pool.policy.read_copy is None)
     fold, _ = step(through(terms.base, raw), token, None if raw else d)
     return Results(d, read(seen), fold, read(fold))
 

@@ -58,6 +58,9 @@ SURPRISES = {
 # Products of the window and of a read copy are exact in 16 bits; tokens, records and outputs are bfloat16.
 WANTED = {
     "_read_copy": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
+    "_fold": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
+    "gdn_read": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
+    "kda_read": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "_flush": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "_window": {"rounding to 16 or 8 bits"},
     "_read": {"rounding to 16 or 8 bits"},

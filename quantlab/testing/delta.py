@@ -1,0 +1,133 @@
+"""Probes of the delta rules' kernels for what the pools' conformance suite cannot reach."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantlab.kernels import steps, target
+from quantlab.kernels.delta_product import inverse
+from quantlab.kernels.delta_window import column_of_key
+from quantlab.kernels.packed import key_of_half_column
+from quantlab.recurrences import StepInputs
+from quantlab.schemes import StateShape
+from quantlab.schemes import steps as reference
+from quantlab.schemes.pool import LayerPool, allocate_pool
+from quantlab.testing import in_triton_process
+
+SIZE = 16
+
+
+@triton.jit
+def inverse_kernel(strict, output, J: tl.constexpr, LEVELS: tl.constexpr):
+    at = tl.arange(0, J)[:, None] * J + tl.arange(0, J)[None, :]
+    tl.store(output + at, inverse(tl.load(strict + at), J, LEVELS))
+
+
+@triton.jit
+def column_kernel(output, K: tl.constexpr):
+    column = tl.arange(0, K)
+    tl.store(output + column, column_of_key(key_of_half_column(column, K), K))
+
+
+def inverses(strict: Tensor, implementation: str) -> Tensor:
+    """(I + strict)^-1 of strictly lower triangular float32 (n, 16, 16), as the kernels form it."""
+    return _run(_inverses, implementation, strict.numpy())
+
+
+def _inverses(strict: numpy.ndarray, device: str) -> numpy.ndarray:
+    given = torch.from_numpy(strict).to(device)
+    output = torch.full_like(given, torch.nan)
+    kernel: Any = inverse_kernel
+    for one, result in zip(given, output, strict=True):
+        kernel[(1,)](one, result, J=SIZE, LEVELS=4, num_warps=1, **target.LAUNCH_OPTIONS)
+    return output.cpu().numpy()
+
+
+def restored_columns(key_dim: int, implementation: str) -> Tensor:
+    """What ``column_of_key`` makes of the key dim of each column of the copy's operand."""
+    return _run(_restored_columns, implementation, key_dim)
+
+
+def _restored_columns(key_dim: int, device: str) -> numpy.ndarray:
+    output = torch.full((key_dim,), -1, dtype=torch.int32, device=device)
+    kernel: Any = column_kernel
+    kernel[(1,)](output, K=key_dim, num_warps=1, **target.LAUNCH_OPTIONS)
+    return output.cpu().numpy()
+
+
+def moved_windows(policy: str, family: str, implementation: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """One step on a pool with room for drafts, whose windows start anywhere in the ring and wrap around its end.
+
+    Output and memory by name: of ``quantlab.schemes.steps``, and of the kernels.
+    """
+    pool, slots, inputs = _moved(policy, family)
+    expected = _memory(pool, slots, inputs, reference)
+    found = _run(_moved_step, implementation, policy, family)
+    return {name: (torch.from_numpy(expected[name]), torch.from_numpy(found[name])) for name in expected}
+
+
+def _moved_step(policy: str, family: str, device: str) -> dict[str, numpy.ndarray]:
+    pool, slots, inputs = _moved(policy, family)
+    counters = replace(pool.counters, **{name: t.to(device) for name, t in vars(pool.counters).items()})
+    moved = {name: t.to(device) for name, t in vars(pool).items() if isinstance(t, Tensor)}
+    pool = replace(pool, counters=counters, **moved)
+    return _memory(pool, slots.to(device), inputs.map(lambda t: t.to(device)), steps)
+
+
+def _memory(pool: LayerPool, slots: Tensor, inputs: StepInputs, layer: Any) -> dict[str, numpy.ndarray]:
+    plan = layer.begin_step(pool.counters, slots, pool.policy.window)
+    output = layer.decode_token(pool, inputs, plan, torch.full_like(inputs.v, torch.nan))
+    memory = {name: t for name, t in vars(pool).items() if isinstance(t, Tensor)}
+    return {name: t.float().cpu().numpy() for name, t in {"output": output, **memory}.items()}
+
+
+def _moved(policy: str, family: str) -> tuple[LayerPool, Tensor, StepInputs]:
+    """Every number but the counters is random; positions outside of a window hold NaN."""
+    random = torch.Generator().manual_seed(7)
+    shape = StateShape(2, 16, 32, 2 if family == "kimi_delta" else 1)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=random)
+
+    pool = allocate_pool(policy, family, shape, 4, drafts=6)[0]
+    reference.load_states(pool, torch.arange(4), normal(4, shape.heads, shape.value_dim, shape.key_dim))
+    cursors, origins = (3, 0, 2, 1), (6, 3, 7, 5)
+    pool.counters.cursor.copy_(torch.tensor(cursors))
+    pool.counters.origin.copy_(torch.tensor(origins))
+    rings = {name: t for name, t in vars(pool).items() if name.endswith("buffer") and t is not None}
+    for name, ring in rings.items():
+        ring.fill_(torch.nan)
+        for slot, (cursor, origin) in enumerate(zip(cursors, origins, strict=True)):
+            for j in range(cursor):
+                record = normal(*ring.shape[1:2], *ring.shape[3:])
+                if name == "log_decay_buffer":
+                    record = -record.abs() / 4
+                elif name == "beta_buffer":
+                    record = record.sigmoid()
+                elif name == "k_buffer":
+                    record = torch.nn.functional.normalize(record, dim=-1)
+                ring[slot, :, (origin + j) % pool.records] = record.to(ring)
+    slots = torch.tensor([2, 0, 1], dtype=torch.int32)
+    gate = (3, shape.heads) + ((shape.key_dim,) if family == "kimi_delta" else ())
+    keys = (3, shape.key_heads, shape.key_dim)
+    inputs = StepInputs(
+        normal(*keys) / shape.key_dim**0.5,
+        torch.nn.functional.normalize(normal(*keys), dim=-1),
+        normal(3, shape.heads, shape.value_dim),
+        -normal(*gate).abs() / 4,
+        normal(3, shape.heads).sigmoid(),
+    )
+    return pool, slots, inputs
+
+
+def _run(function: Any, implementation: str, *arguments: Any) -> Any:
+    if implementation == "interpreter":
+        found = in_triton_process(function, *arguments, "cpu", interpret=True)
+    else:
+        found = function(*arguments, "cuda")
+    return torch.from_numpy(found) if isinstance(found, numpy.ndarray) else found
