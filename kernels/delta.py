@@ -313,7 +313,7 @@ def _random(pool: LayerPool) -> dict[str, Any]:
         "store_numbers": counters.store_numbers,
         "sequence_ids": counters.sequence_ids,
         "seed": counters.seed,
-        "stream": 4 * pool.layer + CHECKPOINT_PART,
+        "random_stream": 4 * pool.layer + CHECKPOINT_PART,
     }
 
 

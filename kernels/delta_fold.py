@@ -51,10 +51,10 @@ def step_decay(log_decay, head, column, K: tl.constexpr, BY_KEY: tl.constexpr):
 
 
 # Triton would compile anew for a stream that is a multiple of 16.
-@triton.jit(do_not_specialize=("stream",))
+@triton.jit(do_not_specialize=("random_stream",))
 def step_kernel(
     checkpoint, checkpoint_scales, positions, slots, q, k, v, log_decay, beta, output, store_numbers, sequence_ids,
-    seed, stream,
+    seed, random_stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
     INNER: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr,
     ROUNDS: tl.constexpr,
@@ -86,7 +86,7 @@ def step_kernel(
     words = None
     if STORE.stochastic:
         words = row_words(
-            first_row + tl.arange(0, R), slot, store_numbers, sequence_ids, seed, stream, K, KP, ROUNDS
+            first_row + tl.arange(0, R), slot, store_numbers, sequence_ids, seed, random_stream, K, KP, ROUNDS
         )
     store_tile(state, checkpoint, checkpoint_scales, first, r, words, K, KP, INNER, STORE)
 
@@ -145,7 +145,7 @@ def viewed_read(
 def fold_tile(
     item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, checkpoint_scales, k_buffer, d_buffer,
     v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest, factors, store_numbers,
-    sequence_ids, seed, stream,
+    sequence_ids, seed, random_stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
     STORE: tl.constexpr, BY_KEY: tl.constexpr,
@@ -211,7 +211,7 @@ def fold_tile(
     words = None
     if STORE.stochastic:
         words = row_words(
-            first_row + tl.arange(0, R), slot, store_numbers, sequence_ids, seed, stream, K, KP, ROUNDS
+            first_row + tl.arange(0, R), slot, store_numbers, sequence_ids, seed, random_stream, K, KP, ROUNDS
         )
     most = store_tile(state, checkpoint, checkpoint_scales, first, r, words, K, KP, INNER, STORE)
     if largest is not None:
@@ -219,11 +219,11 @@ def fold_tile(
 
 
 # Triton would compile anew for a stream or a number of programs that is a multiple of 16.
-@triton.jit(do_not_specialize=("stream", "folds"))
+@triton.jit(do_not_specialize=("random_stream", "folds"))
 def window_fold_kernel(
     positions, slots, flush_rows, flush_count, origin, codes, scales, global_scale, checkpoint, checkpoint_scales,
     k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, coefficients, parts,
-    halves, decays, vectors, largest, factors, store_numbers, sequence_ids, seed, stream, folds,
+    halves, decays, vectors, largest, factors, store_numbers, sequence_ids, seed, random_stream, folds,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, HEADS: tl.constexpr,
     SIZE: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr,
@@ -251,7 +251,7 @@ def window_fold_kernel(
                     item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, checkpoint_scales,
                     k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output,
                     largest, None if factors is None else factors + pid * (J * K), store_numbers, sequence_ids, seed,
-                    stream,
+                    random_stream,
                     H, G, V, K, KP, L, J, RING, R, INNER, STORE, BY_KEY, KEY_COPY, OUTPUT_COPY, ROUNDS,
                 )  # fmt: skip
     elif BY_KEY:
