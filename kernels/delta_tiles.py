@@ -66,7 +66,8 @@ def dense_tile(
     if STORE.scale is None:
         values = widened(codes)
     else:
-        values = element_value(codes, STORE.element) * by_row(tl.load(checkpoint_scales + first + r))
+        ELEMENT: tl.constexpr = STORE.element
+        values = element_value(codes, ELEMENT) * by_row(tl.load(checkpoint_scales + first + r))
     return values
 
 
