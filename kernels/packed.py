@@ -1,10 +1,8 @@
-"""Two bfloat16 numbers in one int32: the arithmetic that feeds tensor cores with an NVFP4 read copy.
+"""Two float16 numbers in one int32: the arithmetic that feeds tensor cores with an NVFP4 read copy.
 
-An int32 word holds eight E2M1 codes of one value row, the lowest nibble first.  Nibbles p and p + 4 come out together
-as two bfloat16.  Code times block scale has at most six significant bits, so the product is exact in bfloat16, and a
-matrix product with float32 accumulation reads the copy without any further rounding.
-
-``ASM`` chooses the packed instruction; without it (Triton's interpreter) the same numbers are computed in float32.
+An int32 word holds eight E2M1 codes of one value row, the lowest nibble first.  Code times block scale has at most six
+significant bits, so the product is exact in float16, and a matrix product with float32 accumulation reads the copy
+without any further rounding.  Other operands enter as sums of 16-bit parts.
 """
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
@@ -16,175 +14,15 @@ import triton.language as tl
 from quantlab.kernels.arithmetic import INTERPRETED
 from quantlab.kernels.decode import widened
 
-SIGNS: tl.constexpr = tl.constexpr(-0x7FFF8000)
-MAGNITUDES: tl.constexpr = tl.constexpr(0x01C001C0)
-TWO_120: tl.constexpr = tl.constexpr(0x7B807B80)
-TWO_118: tl.constexpr = tl.constexpr(0x7A807A80)
-COPY_UNIT: tl.constexpr = tl.constexpr(2.0**8)
-"""``operand`` holds code * scale * 2^-8."""
-
-
-@triton.jit
-def multiply_pairs(a, b, ASM: tl.constexpr):
-    """Products of the two bfloat16 of each int32; they must be exact."""
-    if ASM:
-        negative_zero = tl.full(a.shape, SIGNS, tl.int32)
-        product = tl.inline_asm_elementwise(
-            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, negative_zero], tl.int32, is_pure=True, pack=1
-        )
-    else:
-        low = (a << 16).to(tl.float32, bitcast=True) * (b << 16).to(tl.float32, bitcast=True)
-        high = (a & -0x10000).to(tl.float32, bitcast=True) * (b & -0x10000).to(tl.float32, bitcast=True)
-        low_bits = (low.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
-        product = (high.to(tl.int32, bitcast=True) & -0x10000) | low_bits
-    return product
-
-
-@triton.jit
-def code_pair(words, p: tl.constexpr):
-    """Nibbles p and p + 4 as two bfloat16, value times 2^-126."""
-    if p == 3:
-        pair = (words & SIGNS) | ((words >> 6) & MAGNITUDES)
-    elif p == 2:
-        pair = ((words << 4) & SIGNS) | ((words >> 2) & MAGNITUDES)
-    else:
-        pair = ((words << (12 - 4 * p)) & SIGNS) | ((words << (6 - 4 * p)) & MAGNITUDES)
-    return pair
-
-
-@triton.jit
-def scale_pair(codes, ASM: tl.constexpr):
-    """E4M3 codes (0 to 0x7E) in int32, twice as bfloat16, times 2^118."""
-    pair = (codes << 4) | (codes << 20)
-    pair = multiply_pairs(pair, tl.full(pair.shape, TWO_120, tl.int32), ASM)
-    return multiply_pairs(pair, tl.full(pair.shape, TWO_118, tl.int32), ASM)
-
-
-@triton.jit
-def operand(words, scales, R: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr):
-    """words (R, K / 8) int32 and scales (R, K / 16) uint8 -> bfloat16 (R, K), columns as ``key_of_column`` says.
-
-    WIDTH: consecutive columns that one lane of the tensor cores' operand owns.  With the right one a lane's columns
-    are the codes of the words that it has loaded, and no data is exchanged.
-    """
-    BY_LANE: tl.constexpr = K // 32
-    scale = scale_pair(scales.to(tl.int32), ASM)
-    scale = tl.reshape(tl.broadcast_to(tl.expand_dims(scale, 2), (R, K // 16, 2)), (R, K // 8))
-    even = tl.join(
-        multiply_pairs(code_pair(words, 0), scale, ASM), multiply_pairs(code_pair(words, 2), scale, ASM)
-    )
-    odd = tl.join(
-        multiply_pairs(code_pair(words, 1), scale, ASM), multiply_pairs(code_pair(words, 3), scale, ASM)
-    )
-    pairs = tl.reshape(
-        tl.join(even, odd), (R, 4, BY_LANE, 2, 2)
-    )  # row, lane, word of the lane, p // 2, p % 2
-    if WIDTH == 2:
-        pairs = tl.permute(pairs, (0, 2, 3, 4, 1))
-    elif WIDTH == 4:
-        pairs = tl.permute(pairs, (0, 2, 3, 1, 4))
-    else:
-        pairs = tl.permute(pairs, (0, 2, 1, 3, 4))
-    elements = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
-    return tl.reshape(elements, (R, K)).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def key_of_column(column, K: tl.constexpr, WIDTH: tl.constexpr):
-    """Which key dim entry a column of ``operand`` holds."""
-    high, low = (column // 16) % 2, (column // 8) % 2
-    lane = (column // 2) % 4
-    if WIDTH == 4:
-        low = (column // 2) % 2
-        lane = (column // 4) % 4
-    elif WIDTH == 8:
-        low = (column // 2) % 2
-        high = (column // 4) % 2
-        lane = (column // 8) % 4
-    word = (K // 32) * lane + column // 32
-    return 8 * word + 2 * high + low + 4 * (column % 2)
-
-
-@triton.jit
-def three_parts(x):
-    """float32 -> three bfloat16 that sum to it: 24 bits in all.  Towards zero, by masks, so each rest is exact."""
-    high = (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
-    middle = ((x - high).to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
-    low = x - high - middle
-    return high.to(tl.bfloat16), middle.to(tl.bfloat16), low.to(tl.bfloat16)
-
-
-@triton.jit
-def add_product(left, right, total, NATIVE: tl.constexpr):
-    """total + left @ right, bfloat16 operands, float32 sums; total None for nothing.
-
-    Triton's interpreter multiplies the bit patterns of bfloat16, so it gets float32 (NATIVE false).
-    """
-    if NATIVE:
-        result = tl.dot(left, right)
-    else:
-        result = tl.dot(widened(left), widened(right), input_precision="ieee")
-    if total is not None:
-        result += total
-    return result
-
-
+EIGHTH_BITS: tl.constexpr = tl.constexpr(-0x7F7F7F80)  # 0x80808080
+LOW_BITS: tl.constexpr = tl.constexpr(0x0E0E0E0E)
+TWO_112: tl.constexpr = tl.constexpr(2.0**112)
+TWO_M112: tl.constexpr = tl.constexpr(2.0**-112)
 HALF_LIFT: tl.constexpr = tl.constexpr(0x78007800)  # 2^15, twice
 HALF_UNIT: tl.constexpr = tl.constexpr(2.0**7)
 """``half_operand`` holds code * scale * 2^-7."""
-
-
-@triton.jit
-def multiply_halves(a, b):
-    """Products of the two float16 of each int32; they must be exact."""
-    if not INTERPRETED:
-        products = tl.inline_asm_elementwise(
-            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1
-        )
-    else:
-        low = half_value(a & 0xFFFF) * half_value(b & 0xFFFF)
-        high = half_value((a >> 16) & 0xFFFF) * half_value((b >> 16) & 0xFFFF)
-        products = half_bits(low) | (half_bits(high) << 16)
-    return products
-
-
-@triton.jit
-def half_value(bits):
-    """float16 bits in int32, finite, as float32: the interpreter's stand-in."""
-    magnitude = ((bits & 0x7FFF) << 13).to(tl.float32, bitcast=True) * TWO_112
-    return tl.where(bits >= 0x8000, -magnitude, magnitude)
-
-
-@triton.jit
-def half_bits(x):
-    """The inverse for a float32 that float16 holds."""
-    bits = tl.abs(x).to(tl.float32) * TWO_M112
-    return ((bits.to(tl.int32, bitcast=True) >> 13) & 0x7FFF) | (
-        (x.to(tl.int32, bitcast=True) >> 16) & 0x8000
-    )
-
-
-TWO_112: tl.constexpr = tl.constexpr(2.0**112)
-TWO_M112: tl.constexpr = tl.constexpr(2.0**-112)
-
-
-@triton.jit
-def byte_pair(bytes, high: tl.constexpr):
-    """Bytes 0 and 1, or 2 and 3, of each int32 as the upper bytes of two float16."""
-    if not INTERPRETED:
-        if high:
-            pair = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $1, 0, 0x3424;", "=r,r", [bytes], tl.int32, is_pure=True, pack=1
-            )
-        else:
-            pair = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $1, 0, 0x1404;", "=r,r", [bytes], tl.int32, is_pure=True, pack=1
-            )
-    else:
-        if high:
-            bytes = (bytes >> 16) & 0xFFFF
-        pair = ((bytes & 0xFF) << 8) | ((bytes & 0xFF00) << 16)
-    return pair
+LOW_QUERY: tl.constexpr = tl.constexpr(2.0**-11)
+"""Unit of the low part of ``half_query``."""
 
 
 @triton.jit
@@ -216,19 +54,12 @@ def half_operand(words, scales, R: tl.constexpr, K: tl.constexpr):
     return tl.reshape(elements, (R, K)).to(tl.float16, bitcast=True)
 
 
-EIGHTH_BITS: tl.constexpr = tl.constexpr(-0x7F7F7F80)
-LOW_BITS: tl.constexpr = tl.constexpr(0x0E0E0E0E)
-
-
 @triton.jit
 def key_of_half_column(column, K: tl.constexpr):
     """Which key dim entry a column of ``half_operand`` holds."""
     half, odd, lane = (column // 2) % 2, (column // 4) % 2, (column // 8) % 4
     word = (K // 32) * lane + column // 32
     return 8 * word + 4 * half + 2 * (column % 2) + odd
-
-
-LOW_QUERY: tl.constexpr = tl.constexpr(2.0**-11)
 
 
 @triton.jit
@@ -246,9 +77,73 @@ def half_query(query):
 
 
 @triton.jit
+def three_parts(x):
+    """float32 -> three bfloat16 that sum to it: 24 bits in all.  Towards zero, by masks, so each rest is exact."""
+    high = (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+    middle = ((x - high).to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+    low = x - high - middle
+    return high.to(tl.bfloat16), middle.to(tl.bfloat16), low.to(tl.bfloat16)
+
+
+@triton.jit
 def product(left, right, total):
     """total + left @ right on tensor cores, 16-bit operands, float32 sums; total None for nothing.
 
     Triton's interpreter multiplies the bit patterns of bfloat16, so it gets float32.
     """
-    return add_product(left, right, total, not INTERPRETED)
+    if INTERPRETED:
+        result = tl.dot(widened(left), widened(right), input_precision="ieee")
+    else:
+        result = tl.dot(left, right)
+    if total is not None:
+        result += total
+    return result
+
+
+@triton.jit
+def multiply_halves(a, b):
+    """Products of the two float16 of each int32; they must be exact."""
+    if not INTERPRETED:
+        products = tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1
+        )
+    else:
+        low = half_value(a & 0xFFFF) * half_value(b & 0xFFFF)
+        high = half_value((a >> 16) & 0xFFFF) * half_value((b >> 16) & 0xFFFF)
+        products = half_bits(low) | (half_bits(high) << 16)
+    return products
+
+
+@triton.jit
+def byte_pair(bytes, high: tl.constexpr):
+    """Bytes 0 and 1, or 2 and 3, of each int32 as the upper bytes of two float16."""
+    if not INTERPRETED:
+        if high:
+            pair = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, 0, 0x3424;", "=r,r", [bytes], tl.int32, is_pure=True, pack=1
+            )
+        else:
+            pair = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, 0, 0x1404;", "=r,r", [bytes], tl.int32, is_pure=True, pack=1
+            )
+    else:
+        if high:
+            bytes = (bytes >> 16) & 0xFFFF
+        pair = ((bytes & 0xFF) << 8) | ((bytes & 0xFF00) << 16)
+    return pair
+
+
+@triton.jit
+def half_value(bits):
+    """float16 bits in int32, finite, as float32: the interpreter's stand-in."""
+    magnitude = ((bits & 0x7FFF) << 13).to(tl.float32, bitcast=True) * TWO_112
+    return tl.where(bits >= 0x8000, -magnitude, magnitude)
+
+
+@triton.jit
+def half_bits(x):
+    """The inverse for a float32 that float16 holds."""
+    bits = tl.abs(x).to(tl.float32) * TWO_M112
+    return ((bits.to(tl.int32, bitcast=True) >> 13) & 0x7FFF) | (
+        (x.to(tl.int32, bitcast=True) >> 16) & 0x8000
+    )
