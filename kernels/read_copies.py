@@ -13,7 +13,7 @@ from quantlab.kernels.plain_copies import encode_plain
 from quantlab.kernels.scales import global_options, recipe_of
 from quantlab.schemes.pool import LayerPool
 
-PROGRAMS = 1056
+PROGRAMS = 4224
 """At most; they share the tiles of all rows among them."""
 
 
@@ -32,7 +32,9 @@ def encode(pool: LayerPool, rows: Tensor, count: Tensor, slots: Tensor, largest:
     # Blocks of 16 lie one behind the other whatever the shape, which the kernel wants to be a power of two wide.
     columns = shape.key_dim if pool.checkpoint_scales is not None else shape.key_dim & -shape.key_dim
     height = shape.value_dim * shape.key_dim // columns
-    tile = min(16, height & -height)
+    # A lane takes a block: more of them a program cost registers, and with them the warps that hide each other.
+    tile = min(8, height & -height)
+    warps = max(1, min(4, tile * columns // 512))
     programs = min(PROGRAMS, rows.shape[0] * shape.heads * (height // tile))
     kernel: Any = encode_kernel
     kernel[(programs,)](
@@ -55,6 +57,6 @@ def encode(pool: LayerPool, rows: Tensor, count: Tensor, slots: Tensor, largest:
         STORE=store_of(pool.policy.checkpoint),
         GLOBAL=global_options(),
         BLOCK=recipe_of(copy).options,
-        num_warps=1,
+        num_warps=warps,
         **target.LAUNCH_OPTIONS,
     )
