@@ -167,6 +167,8 @@ def test_a_drift_that_is_ended_leaves_nothing_half_written(number, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT,
+        # A shell starts background jobs with interrupts ignored, and they inherit it: the tests may be one.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for _ in range(1200):
         if list(tmp_path.glob("out/records/.*")) or process.poll() is not None:
