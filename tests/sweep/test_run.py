@@ -164,6 +164,8 @@ def start_sweep(tmp_path, spec):
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell starts background jobs with interrupts ignored, and they inherit it: the tests may be one.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while not list((tmp_path / "out" / "records").glob("*.json")):
