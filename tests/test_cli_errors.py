@@ -170,12 +170,15 @@ def test_a_drift_that_is_ended_leaves_nothing_half_written(number, tmp_path):
         # A shell starts background jobs with interrupts ignored, and they inherit it: the tests may be one.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    for _ in range(1200):
-        if list(tmp_path.glob("out/records/.*")) or process.poll() is not None:
-            break
-        time.sleep(0.05)
-    process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
+    try:
+        for _ in range(1200):
+            if list(tmp_path.glob("out/records/.*")) or process.poll() is not None:
+                break
+            time.sleep(0.05)
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, errors
     assert output == ""
     assert errors.startswith("interrupted")
