@@ -94,7 +94,7 @@ def window(given: object) -> int:
     return given  # type: ignore[return-value]
 
 
-def plan(given: object, mine: LayerPool, kind: type[Plan] = StepPlan) -> Plan:
+def plan(given: object, mine: LayerPool, kind: type[Plan]) -> Plan:
     """InputError unless ``given`` is a plan, of a kind, of the pool's counters and window."""
     given = planned(given, kind)
     if given.counters is not mine.counters:

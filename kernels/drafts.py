@@ -42,7 +42,7 @@ def verify_tokens(
         InputError: an argument does not fit the pool, or no kernel serves the pool's policy; nothing was launched.
     """
     arguments.pool(pool)
-    arguments.plan(plan, pool)
+    arguments.plan(plan, pool, StepPlan)
     _serve(pool)
     most = min(room(pool), pool.policy.window)
     arguments.drafts(tokens, pool, plan.slots.shape[0], most)

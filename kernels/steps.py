@@ -91,7 +91,7 @@ def decode_token(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Te
         InputError: an argument does not fit the pool, or no kernel serves the pool's policy; nothing was launched.
     """
     arguments.pool(pool)
-    arguments.plan(plan, pool)
+    arguments.plan(plan, pool, StepPlan)
     arguments.token(inputs, pool, plan.slots.shape[0])
     if reason := served(pool.policy, pool.family, pool.shape, pool.records):
         raise InputError("pool", str(pool.policy), f"a policy that kernels serve, not {reason}")

@@ -18,7 +18,7 @@ def _case(policy: str, drafts: int, shape: StateShape = TINY, **options) -> Draf
 
 
 FAST = [
-    _case("fp32/nvfp4@4:buffer=bf16", 3, _SMALL, token=BF16),
+    _case("fp32/nvfp4@4:buffer=bf16", 3, token=BF16),
     _case("fp16+sr@4", 2, exact=True),
     _case("fp8+sr/mxfp4@4", 4, foreign=True),
 ]
