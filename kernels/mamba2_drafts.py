@@ -11,6 +11,7 @@ itself.  What the accepted drafts complete is folded by ``flush``.
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
