@@ -6,7 +6,7 @@ each slot stands at most once in a batch is the caller's promise.  On the CPU, w
 
 import functools
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,12 +15,15 @@ from quantlab.errors import InputError
 from quantlab.kernels import target
 from quantlab.recurrences import StepInputs, get_recurrence
 from quantlab.schemes.checks import is_integer
+from quantlab.schemes.drafts import CommitPlan
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.pool import LayerPool, SlotCounters, allocate_pool
 from quantlab.schemes.steps import StepPlan, check_slots
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
+
+Plan = TypeVar("Plan", StepPlan, CommitPlan)
 
 _checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Pools and counters that passed, by identity: their tensors do not change any more."""
@@ -91,10 +94,9 @@ def window(given: object) -> int:
     return given  # type: ignore[return-value]
 
 
-def plan(given: object, mine: LayerPool) -> StepPlan:
-    """InputError unless ``given`` is a plan of the pool's counters and window."""
-    if not isinstance(given, StepPlan):
-        raise InputError("plan", type(given).__name__, "what begin_step returned")
+def plan(given: object, mine: LayerPool, kind: type[Plan]) -> Plan:
+    """InputError unless ``given`` is a plan, of a kind, of the pool's counters and window."""
+    given = planned(given, kind)
     if given.counters is not mine.counters:
         raise InputError("plan", "of other counters", "a plan of the pool's own counters, pool.counters")
     if given.window != mine.policy.window:
@@ -103,12 +105,39 @@ def plan(given: object, mine: LayerPool) -> StepPlan:
     return given
 
 
+def planned(given: object, kind: type[Plan]) -> Plan:
+    """InputError unless ``given`` is a plan of a kind."""
+    if not isinstance(given, kind):
+        maker = "begin_step" if kind is StepPlan else "begin_commit"
+        raise InputError("plan", type(given).__name__, f"what {maker} returned")
+    return given
+
+
+def counts(given: object, slots: Tensor) -> Tensor:
+    """InputError unless ``given`` are int32 (B,), one a row of ``slots``."""
+    tensor("counts", given, (torch.int32,), tuple(slots.shape), slots.device)
+    return given  # type: ignore[return-value]
+
+
 def token(given: object, mine: LayerPool, batch: int) -> StepInputs:
     """InputError unless ``given`` is one token of ``batch`` rows, in memory that kernels can read."""
+    return _inputs("inputs", given, mine, (batch,))
+
+
+def drafts(given: object, mine: LayerPool, batch: int, most: int) -> StepInputs:
+    """InputError unless ``given`` are 1 to ``most`` drafts of ``batch`` rows, in memory that kernels can read."""
+    count = given.v.shape[1] if isinstance(given, StepInputs) and given.v.ndim == 4 else 1
+    if not 1 <= count <= most:
+        expected = f"1 to {most}, which the pool has room for and which complete one window at most"
+        raise InputError("tokens", f"{count} drafted tokens", expected)
+    return _inputs("tokens", given, mine, (batch, count))
+
+
+def _inputs(argument: str, given: object, mine: LayerPool, lead: tuple[int, ...]) -> StepInputs:
     if not isinstance(given, StepInputs):
-        raise InputError("inputs", type(given).__name__, "StepInputs")
+        raise InputError(argument, type(given).__name__, "StepInputs")
     for name, sizes in _token_shapes(mine.family, mine.shape).items():
-        tensor(f"inputs.{name}", getattr(given, name), FLOATS, (batch, *sizes), mine.device)
+        tensor(f"{argument}.{name}", getattr(given, name), FLOATS, (*lead, *sizes), mine.device)
     return given
 
 

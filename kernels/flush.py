@@ -20,15 +20,25 @@ from quantlab.kernels.scales import float_scale
 
 
 @triton.jit
-def record_decays(gates_at, current, j, n):
+def ring_place(j, start, RING: tl.constexpr):
+    """Where record j stands in a ring that starts at ``start``, or None for one that never moves."""
+    if start is None:
+        place = j
+    else:
+        place = (start + j) & (RING - 1)
+    return place
+
+
+@triton.jit
+def record_decays(gates_at, current, j, n, start, RING: tl.constexpr):
     """What each record has decayed by, 1 for the current token at j = n, 0 behind it; and the whole window.
 
     The decay since a record is summed over the later records themselves: a difference of two totals cancels.
     """
-    later = tl.load(gates_at + j + 1, mask=j + 1 < n, other=0)
+    later = tl.load(gates_at + ring_place(j + 1, start, RING), mask=j + 1 < n, other=0)
     later = tl.where(j + 1 == n, current, later)
     weight = tl.where(j <= n, tl.exp(tl.cumsum(later, 0, reverse=True)), 0.0)
-    first = tl.where(n > 0, tl.load(gates_at), current)
+    first = tl.where(n > 0, tl.load(gates_at + ring_place(0, start, RING)), current)
     whole = tl.sum(later, 0) + tl.where(n > 0, first, current)
     return weight, tl.exp(whole)
 
@@ -36,25 +46,29 @@ def record_decays(gates_at, current, j, n):
 @triton.jit
 def fold_rows(
     b, h, slot, first, weight, whole, checkpoint, checkpoint_scales, k_buffer, d_buffer, q, k, d, output,
-    number, sequence, stream, key,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
-    LANES: tl.constexpr, C: tl.constexpr, STORE: tl.constexpr, ROUNDS: tl.constexpr,
+    start, number, sequence, stream, key,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, RING: tl.constexpr,
+    R: tl.constexpr, LANES: tl.constexpr, C: tl.constexpr, STORE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Fold, output, round and store R value rows of a head from ``first`` on; returns the largest |stored|.
 
     weight: (LANES,), of ``record_decays``; tensor cores sum at least 16 products, so LANES may be more than L.
+    Without a token (q None) its record stands in the window, too, and nothing is put out.
     """
+    HELD: tl.constexpr = L if q is None else L - 1
     r, j, c = tl.arange(0, R), tl.arange(0, LANES), tl.arange(0, C)
     g, head = h // (H // G), slot * H + h
     state_at = checkpoint + (head * P + first) * N
-    keys_at = k_buffer + (slot * G + g) * (L * N)
-    records_at = d_buffer + head * (L * P) + first
-    token = widened(tl.load(d + (b * H + h) * P + first + r))
+    keys_at = k_buffer + (slot * G + g) * (RING * N)
+    records_at = d_buffer + head * (RING * P) + first
+    place = ring_place(j, start, RING)
+    if q is not None:
+        token = widened(tl.load(d + (b * H + h) * P + first + r))
     row_scales, scales_at = None, None
     if checkpoint_scales is not None:
         scales_at = checkpoint_scales + head * P + first + r
         row_scales = tl.load(scales_at)
-    records = tl.load(records_at + (j[None, :] * P + r[:, None]), mask=(j < L - 1)[None, :], other=0)
+    records = tl.load(records_at + (place[None, :] * P + r[:, None]), mask=(j < HELD)[None, :], other=0)
     weighted = widened(records) * weight[None, :]
     high, middle, low = three_parts(weighted)
     result = tl.zeros((R,), tl.float32)
@@ -63,9 +77,10 @@ def fold_rows(
         column = part * C + c
         at = state_at + (r[:, None] * N + column[None, :])
         codes = tl.load(at)
-        token_key = widened(tl.load(k + (b * G + g) * N + column))
-        query = widened(tl.load(q + (b * G + g) * N + column))
-        keys = tl.load(keys_at + (j[:, None] * N + column[None, :]), mask=(j < L - 1)[:, None], other=0)
+        if q is not None:
+            token_key = widened(tl.load(k + (b * G + g) * N + column))
+            query = widened(tl.load(q + (b * G + g) * N + column))
+        keys = tl.load(keys_at + (place[:, None] * N + column[None, :]), mask=(j < HELD)[:, None], other=0)
         if k_buffer.dtype.element_ty == tl.bfloat16:
             window = product(low, keys, None)
             window = product(middle, keys, window)
@@ -73,13 +88,15 @@ def fold_rows(
         else:
             window = tl.dot(weighted, widened(keys), input_precision="ieee")
         folded = decoded_tile(codes, row_scales, STORE) * whole + window
-        folded += token[:, None] * token_key[None, :]
-        result += tl.sum(folded * query[None, :], 1)
+        if q is not None:
+            folded += token[:, None] * token_key[None, :]
+            result += tl.sum(folded * query[None, :], 1)
         quad = (h * P + first + r)[:, None] * (N // 4) + (part * (C // 4) + tl.arange(0, C // 4))[None, :]
         quad = quad.to(tl.uint32)
         stored = store_tile(at, scales_at, None, folded, quad, number, sequence, stream, key, STORE, ROUNDS)
         most = tl.maximum(most, stored)
-    tl.store(output + (b * H + h) * P + first + r, narrowed(result, output.dtype.element_ty))
+    if q is not None:
+        tl.store(output + (b * H + h) * P + first + r, narrowed(result, output.dtype.element_ty))
     return most
 
 
@@ -87,12 +104,15 @@ def fold_rows(
 @triton.jit(do_not_specialize=("stream",))
 def flush_kernel(
     flush_rows, flush_count, slots, checkpoint, checkpoint_scales, words, scales, global_scale, k_buffer, d_buffer,
-    log_decays, q, k, d, log_decay, output, store_numbers, sequence_ids, seed, stream,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, STORE: tl.constexpr, ROUNDS: tl.constexpr,
+    log_decays, origin, q, k, d, log_decay, output, store_numbers, sequence_ids, seed, stream,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, RING: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, STORE: tl.constexpr, ROUNDS: tl.constexpr,
     GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of ``flush_rows``.  Programs share the heads of all rows; without a read copy (words None) their tiles.
+
+    A token completes the window, or, without one (q to output None), the window is complete and the first L records of
+    a ring of RING are folded, from ``origin`` (S,) on.  origin None: the ring starts at 0.
 
     R value rows are folded at a time, C columns at a time; all of them (N) where a value row has a scale.  E rows of
     the read copy are encoded at a time.
@@ -107,8 +127,15 @@ def flush_kernel(
         b, h = tl.load(flush_rows + item // (H * PER_HEAD)), (item // PER_HEAD) % H
         slot = tl.load(slots + b).to(tl.int64)
         head = slot * H + h
-        current = tl.load(log_decay + b * H + h).to(tl.float32)
-        weight, whole = record_decays(log_decays + head * L, current, j, L - 1)
+        start = None
+        if origin is not None:
+            start = tl.load(origin + slot)
+        gates_at = log_decays + head * RING
+        if q is not None:
+            current = tl.load(log_decay + b * H + h).to(tl.float32)
+        else:
+            current = tl.load(gates_at + ring_place(L - 1, start, RING))
+        weight, whole = record_decays(gates_at, current, j, L - 1, start, RING)
         number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
         sequence, key = tl.load(sequence_ids + slot).to(tl.uint32), tl.load(seed)
         most = 0.0
@@ -116,7 +143,7 @@ def flush_kernel(
             first = (item % PER_HEAD + tile) * R
             stored = fold_rows(
                 b, h, slot, first, weight, whole, checkpoint, checkpoint_scales, k_buffer, d_buffer, q, k, d, output,
-                number, sequence, stream.to(tl.uint32), key, H, G, P, N, L, R, LANES, C, STORE, ROUNDS,
+                start, number, sequence, stream.to(tl.uint32), key, H, G, P, N, L, RING, R, LANES, C, STORE, ROUNDS,
             )  # fmt: skip
             most = tl.maximum(most, stored)
         if words is not None:

@@ -162,6 +162,26 @@ def read_copy_kernel(
 
 
 @triton.jit
+def stored_rows(
+    checkpoint, checkpoint_scales, state_row, R: tl.constexpr, N: tl.constexpr, STORE: tl.constexpr
+):
+    """float32 (R, N): value rows from ``state_row`` on, of the checkpoint or of a read copy in its place."""
+    column, r = tl.arange(0, N), tl.arange(0, R)
+    if hasattr(STORE, "powers"):
+        scales_at = checkpoint_scales + state_row * (N // 32) + r[:, None] * (N // 32)
+        state = packed_values(
+            checkpoint + state_row * (N // 2) + r[:, None] * (N // 2), scales_at, R, N, STORE
+        )
+    else:
+        codes = tl.load(checkpoint + state_row * N + (r[:, None] * N + column[None, :]))
+        row_scales = None
+        if checkpoint_scales is not None:
+            row_scales = tl.load(checkpoint_scales + state_row + r)
+        state = decoded_tile(codes, row_scales, STORE)
+    return state
+
+
+@triton.jit
 def read_kernel(
     checkpoint, checkpoint_scales, d_buffer, positions, slots, q, d, coefficients, decays, output,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
@@ -181,17 +201,7 @@ def read_kernel(
         return
     row, record = first + r, (slot * H + h) * (L * P)
     state_row = (slot * H + h) * P + first
-    if hasattr(STORE, "powers"):
-        scales_at = checkpoint_scales + state_row * (N // 32) + r[:, None] * (N // 32)
-        state = packed_values(
-            checkpoint + state_row * (N // 2) + r[:, None] * (N // 2), scales_at, R, N, STORE
-        )
-    else:
-        codes = tl.load(checkpoint + state_row * N + (r[:, None] * N + column[None, :]))
-        row_scales = None
-        if checkpoint_scales is not None:
-            row_scales = tl.load(checkpoint_scales + state_row + r)
-        state = decoded_tile(codes, row_scales, STORE)
+    state = stored_rows(checkpoint, checkpoint_scales, state_row, R, N, STORE)
     records = tl.load(
         d_buffer + (record + first) + (j[:, None] * P + r[None, :]), mask=(j < n)[:, None], other=0
     )

@@ -1,7 +1,7 @@
 """Launches of the Mamba-2 decode kernels on a layer's pool: which policies they serve, and in which configuration.
 
 Window 1 is one launch, ``step``.  Longer windows take ``window`` and ``read`` for the rows that do not flush, and
-``flush`` for those that do.
+``flush`` for those that do.  A verification is ``draft_window`` and ``draft_read``, a commit ``flush`` without a token.
 """
 
 import functools
@@ -16,9 +16,11 @@ from quantlab.kernels import target
 from quantlab.kernels.checkpoints import store_of
 from quantlab.kernels.flush import flush_kernel
 from quantlab.kernels.mamba2 import read_copy_kernel, read_kernel, step_kernel, window_kernel
+from quantlab.kernels.mamba2_drafts import draft_read_copy_kernel, draft_read_kernel, draft_window_kernel
 from quantlab.kernels.plain_copies import copy_store_of, encode_plain
 from quantlab.kernels.scales import global_options, recipe_of
 from quantlab.recurrences import StepInputs
+from quantlab.schemes.drafts import CommitPlan
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import Policy
 from quantlab.schemes.pool import LayerPool
@@ -95,6 +97,13 @@ def served(policy: Policy, shape: StateShape, records: int | None) -> str | None
     return None
 
 
+def served_drafts(policy: Policy, shape: StateShape) -> str | None:
+    """Why the kernels do not verify drafts under a policy that the pool has a layout for, or None."""
+    if policy.window == 1:
+        return "drafts behind a window of 1"
+    return served(policy, shape, None)
+
+
 def launch(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor) -> None:
     """One token of one layer; arguments as ``quantlab.kernels.steps`` has checked them."""
     chosen = configuration(pool.policy, pool.shape, plan.slots.shape[0])
@@ -102,7 +111,7 @@ def launch(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Te
         _step(pool, inputs, plan, output, chosen.step)
         return
     with target.beside(pool.device):
-        _flush(pool, inputs, plan, output, chosen)
+        _flush(pool, plan, chosen, inputs, output)
     _read(pool, inputs, plan, output, chosen.read)
     target.together(pool.device)
     if pool.policy.read_copy is not None and not _on_tensor_cores(pool.policy.read_copy):
@@ -188,11 +197,19 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
 
 
 def _flush(
-    pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, chosen: Configuration
+    pool: LayerPool,
+    plan: StepPlan | CommitPlan,
+    chosen: Configuration,
+    inputs: StepInputs | None = None,
+    output: torch.Tensor | None = None,
 ) -> None:
+    """Fold, store and, on tensor cores, encode the rows that the plan says; with a token that completes the window, or
+    with the record of one that stands in the ring.
+    """
     shape, tiles, copy = pool.shape, chosen.flush, pool.policy.read_copy
     copy = copy if _on_tensor_cores(copy) else None
-    items = output.shape[0] * shape.heads * (1 if copy is not None else shape.value_dim // tiles.rows)
+    items = plan.slots.shape[0] * shape.heads * (1 if copy is not None else shape.value_dim // tiles.rows)
+    token = (None,) * 4 if inputs is None else _token(inputs)
     _any(flush_kernel)[(min(chosen.flush_programs, items),)](
         plan.flush_rows,
         plan.flush_count,
@@ -203,11 +220,13 @@ def _flush(
         pool.k_buffer,
         pool.d_buffer,
         pool.log_decay_buffer,
-        *_token(inputs),
+        None if inputs is not None else pool.counters.origin,
+        *token,
         output,
         *_random(pool),
         **_sizes(shape),
         L=pool.policy.window,
+        RING=pool.records,
         R=tiles.rows,
         C=tiles.columns,
         E=_dividing(shape.value_dim, 16),
@@ -218,6 +237,70 @@ def _flush(
         BLOCK=None if copy is None else recipe_of(copy).options,
         **_options(tiles),
     )
+
+
+def verify(pool: LayerPool, tokens: StepInputs, plan: StepPlan, output: torch.Tensor) -> None:
+    """Drafted tokens of one layer; arguments as ``quantlab.kernels.drafts`` has checked them."""
+    shape, ring, copy = pool.shape, pool.records, pool.policy.read_copy
+    batch, count = output.shape[:2]
+    coefficients = torch.empty((batch, count, shape.heads, ring), dtype=torch.float32, device=pool.device)
+    decays = torch.empty((batch, count, shape.heads), dtype=torch.float32, device=pool.device)
+    sizes = {**_sizes(shape), "RING": ring, "T": count}
+    _any(draft_window_kernel)[(batch * shape.key_heads,)](
+        plan.positions,
+        plan.slots,
+        pool.counters.origin,
+        pool.k_buffer,
+        pool.log_decay_buffer,
+        tokens.q,
+        tokens.k,
+        tokens.log_decay,
+        coefficients,
+        decays,
+        **{name: sizes[name] for name in ("H", "G", "N", "RING", "T")},
+        HEADS=triton.next_power_of_2(shape.heads // shape.key_heads),
+        **_options(Tiles(1, warps=4)),
+    )
+    given = pool.d_buffer, plan.positions, plan.slots, pool.counters.origin, tokens.q, tokens.v
+    if _on_tensor_cores(copy):
+        # More rows would not leave registers for the records and the queries of all tokens.
+        tiles = Tiles(_dividing(shape.value_dim, 32 if shape.key_dim <= 128 else 16))
+        programs = batch * shape.heads * shape.value_dim // tiles.rows
+        _any(draft_read_copy_kernel)[(programs,)](
+            *_words(pool, copy),
+            *given,
+            coefficients,
+            decays,
+            output,
+            **sizes,
+            R=tiles.rows,
+            COLUMNS=max(8, 2 * triton.next_power_of_2(count)),
+            **_options(tiles),
+        )
+        return
+    tiles = configuration(pool.policy, shape, batch).read
+    stored = (
+        (pool.checkpoint, pool.checkpoint_scales) if copy is None else (pool.copy_codes, pool.copy_scales)
+    )
+    programs = batch * shape.heads * shape.value_dim // tiles.rows
+    _any(draft_read_kernel)[(programs,)](
+        *stored,
+        *given,
+        coefficients,
+        decays,
+        output,
+        **sizes,
+        R=tiles.rows,
+        STORE=store_of(pool.policy.checkpoint) if copy is None else copy_store_of(copy),
+        **_options(tiles),
+    )
+
+
+def commit(pool: LayerPool, plan: CommitPlan) -> None:
+    """Fold, store and encode the windows that accepted drafts complete."""
+    _flush(pool, plan, configuration(pool.policy, pool.shape, plan.slots.shape[0]))
+    if pool.policy.read_copy is not None and not _on_tensor_cores(pool.policy.read_copy):
+        encode_plain(pool, plan.flush_rows, plan.flush_count, plan.slots)
 
 
 def _on_tensor_cores(copy: Format | None) -> bool:

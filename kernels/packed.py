@@ -77,6 +77,17 @@ def half_query(query):
 
 
 @triton.jit
+def half_queries(queries):
+    """``half_query`` of every row of float32 (rows, N), units (rows,)."""
+    exponent = tl.maximum(tl.max(queries.to(tl.int32, bitcast=True) & 0x7F800000, 1), 0x02000000)
+    inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+    scaled = queries * inverse[:, None]
+    high = scaled.to(tl.float16)
+    low = ((scaled - high.to(tl.float32)) * 2048.0).to(tl.float16)
+    return high, low, exponent.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def three_parts(x):
     """float32 -> three bfloat16 that sum to it: 24 bits in all.  Towards zero, by masks, so each rest is exact."""
     high = (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)

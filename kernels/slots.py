@@ -59,3 +59,52 @@ def hand_off_kernel(
     found = live.to(tl.int32)
     tl.store(rows + tl.cumsum(found, 0) - 1, i, mask=live)
     tl.store(row_count, tl.sum(found, 0))
+
+
+@triton.jit(do_not_specialize=("drafted", "batch", "count"))
+def wait_kernel(pending, slots, drafted, batch, count, BLOCK: tl.constexpr):
+    """After all layers of a verification: ``drafted`` tokens wait in every slot.  BLOCK rows a program."""
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + b, mask=b < batch, other=-1)
+    live = (slot >= 0) & (slot < count)
+    tl.store(pending + slot, tl.zeros((BLOCK,), tl.int32) + drafted, mask=live)
+
+
+@triton.jit(do_not_specialize=("batch", "count"))
+def plan_commit_kernel(
+    cursor, pending, slots, counts, positions, accepted, flush_rows, flush_count, batch, count, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As ``plan_kernel``; accepted (B,): counts, from 0 to what waits, 0 for a padded row.  A row flushes whose window
+    they complete.
+    """
+    b = tl.arange(0, BLOCK)
+    slot = tl.load(slots + b, mask=b < batch, other=-1)
+    live = (slot >= 0) & (slot < count)
+    position = tl.load(cursor + slot, mask=live, other=-1)
+    wanted = tl.load(counts + b, mask=live, other=0)
+    taken = tl.maximum(tl.minimum(wanted, tl.load(pending + slot, mask=live, other=0)), 0)
+    tl.store(positions + b, position, mask=b < batch)
+    tl.store(accepted + b, taken, mask=b < batch)
+    due = (position + taken >= WINDOW).to(tl.int32)
+    tl.store(flush_rows + tl.cumsum(due, 0) - 1, b, mask=due > 0)
+    tl.store(flush_count, tl.sum(due, 0))
+
+
+@triton.jit(do_not_specialize=("batch", "count"))
+def accept_kernel(
+    cursor, origin, pending, store_numbers, slots, accepted, batch, count, WINDOW: tl.constexpr, LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """After all layers of a commit: BLOCK rows a program.  LAST: the largest origin, one below a power of two."""
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + b, mask=b < batch, other=-1)
+    live = (slot >= 0) & (slot < count)
+    held = tl.load(cursor + slot, mask=live, other=0) + tl.load(accepted + b, mask=live, other=0)
+    stores = held // WINDOW
+    start = tl.load(origin + slot, mask=live, other=0)
+    number = tl.load(store_numbers + slot, mask=live, other=0)
+    tl.store(cursor + slot, held - stores * WINDOW, mask=live)
+    tl.store(origin + slot, (start + stores * WINDOW) & LAST, mask=live)
+    tl.store(store_numbers + slot, number + stores, mask=live)
+    tl.store(pending + slot, tl.zeros((BLOCK,), tl.int32), mask=live)

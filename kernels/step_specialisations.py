@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from triton.runtime import JITFunction
 
-from quantlab.kernels import hand_off, steps
+from quantlab.kernels import hand_off, mamba2_steps, steps
 from quantlab.recurrences import StepInputs, get_recurrence
 from quantlab.schemes import StateShape
+from quantlab.schemes.drafts import CommitPlan
 from quantlab.schemes.pool import LayerPool, allocate_pool
 from quantlab.schemes.steps import StepPlan
 
@@ -52,6 +53,10 @@ POLICIES = (
 )
 """A kernel that several policies launch alike stands here once."""
 
+DRAFTS = 4
+DRAFTED = (("fp32_nvfp4_drafts", "fp32/nvfp4@16:buffer=bf16", _NANO, ("draft_window", "draft_read_copy")),)
+"""As ``POLICIES``, of Mamba-2: what a verification of ``DRAFTS`` tokens and a commit launch."""
+
 
 class Launch(NamedTuple):
     """A kernel with all its arguments by name, tensors without memory among them, and its launch options."""
@@ -67,14 +72,20 @@ def launches() -> list[Launch]:
     found = []
     for name, policy, family, shape, wanted in POLICIES:
         pool = allocate_pool(policy, family, shape, BATCH, device="meta")[0]
-        made = {launch.name: launch for launch in _recorded(lambda pool=pool: _step_and_load(pool))}
-        missing = set(wanted) - set(made)
-        assert not missing, (
-            f"{policy} launches no {', '.join(sorted(missing))}, but {', '.join(sorted(made))}"
-        )
-        found += [made[kernel]._replace(name=f"{name}_{kernel}") for kernel in wanted]
+        found += _named(name, wanted, _recorded(lambda pool=pool: _step_and_load(pool)))
+    for name, policy, shape, wanted in DRAFTED:
+        pool = allocate_pool(policy, "mamba2", shape, BATCH, drafts=DRAFTS, device="meta")[0]
+        found += _named(name, wanted, _recorded(lambda pool=pool: _verify_and_commit(pool)))
     pool = allocate_pool("fp32@16", "mamba2", _NANO, BATCH, device="meta")[0]
     return found + _recorded(lambda: _counters(pool))
+
+
+def _named(name: str, wanted: tuple[str, ...], recorded: list[Launch]) -> list[Launch]:
+    """The launches of ``wanted`` kernels, under names of their own."""
+    made = {launch.name: launch for launch in recorded}
+    missing = set(wanted) - set(made)
+    assert not missing, f"{name} launches no {', '.join(sorted(missing))}, but {', '.join(sorted(made))}"
+    return [made[kernel]._replace(name=f"{name}_{kernel}") for kernel in wanted]
 
 
 def _counters(pool: LayerPool) -> None:
@@ -93,6 +104,18 @@ def _step_and_load(pool: LayerPool) -> None:
     plan = StepPlan(pool.counters, pool.policy.window, _slots(), rows, rows, count)
     steps.FAMILIES[pool.family].launch(pool, StepInputs(q, k, v, log_decay, beta), plan, torch.empty_like(v))
     hand_off.launch(pool, _slots(), _tensor(torch.float32, *pool.checkpoint.shape[1:]))
+
+
+def _verify_and_commit(pool: LayerPool) -> None:
+    """Drafts of bfloat16."""
+    shape, rows = pool.shape, _tensor(torch.int32)
+    keys, values = (DRAFTS, shape.key_heads, shape.key_dim), (DRAFTS, shape.heads, shape.value_dim)
+    q, k, v = (_tensor(torch.bfloat16, *sizes) for sizes in (keys, keys, values))
+    log_decay = _tensor(torch.float32, DRAFTS, shape.heads)
+    count, window = torch.empty((1,), dtype=torch.int32, device="meta"), pool.policy.window
+    step = StepPlan(pool.counters, window, _slots(), rows, rows, count)
+    mamba2_steps.verify(pool, StepInputs(q, k, v, log_decay), step, torch.empty_like(v))
+    mamba2_steps.commit(pool, CommitPlan(pool.counters, window, _slots(), rows, rows, rows, count))
 
 
 def _slots() -> torch.Tensor:

@@ -91,7 +91,7 @@ def decode_token(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Te
         InputError: an argument does not fit the pool, or no kernel serves the pool's policy; nothing was launched.
     """
     arguments.pool(pool)
-    arguments.plan(plan, pool)
+    arguments.plan(plan, pool, StepPlan)
     arguments.token(inputs, pool, plan.slots.shape[0])
     if reason := served(pool.policy, pool.family, pool.shape, pool.records):
         raise InputError("pool", str(pool.policy), f"a policy that kernels serve, not {reason}")
@@ -107,8 +107,7 @@ def end_step(plan: StepPlan) -> None:
     Raises:
         InputError: ``plan`` is not what ``begin_step`` returned.
     """
-    if not isinstance(plan, StepPlan):
-        raise InputError("plan", type(plan).__name__, "what begin_step returned")
+    plan = arguments.planned(plan, StepPlan)
     counters, batch = arguments.counters(plan.counters), plan.slots.shape[0]
     if batch:
         given = counters.cursor, plan.slots, counters.store_numbers, batch, counters.slots
@@ -124,7 +123,7 @@ def load_states(pool: LayerPool, slots: Tensor, initial: Tensor) -> None:
     """
     arguments.pool(pool)
     arguments.prefill(initial, slots, pool)
-    if reason := served(pool.policy, pool.family, pool.shape, pool.records):
+    if reason := served(pool.policy, pool.family, pool.shape):
         raise InputError("pool", str(pool.policy), f"a policy that kernels serve, not {reason}")
     if initial.numel():
         hand_off.launch(pool, slots, initial)

@@ -18,8 +18,8 @@ Layout (S slots, H heads, G key heads, V value dim, K key dim, R records; everyt
     beta_buffer       (S, H, R)         float32, contents=raw
     log_decay_buffer  (S, H, R)         float32; kimi_delta (S, H, R, K)
 
-Record j of a slot stands at ring position (origin + j) mod R; R is a power of two.  Positions at and behind the cursor
-are undefined memory.
+Record j of a slot stands at ring position (origin + j) mod R; R is a power of two, the origin any number that leaves
+this remainder.  Positions behind the cursor, and behind the drafts that follow it, are undefined memory.
 """
 
 import math
@@ -43,7 +43,8 @@ BUFFER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 class SlotCounters:
     """What the layers of a model share.
 
-    cursor, origin, pending: int32 (S,), records in the window, ring position of the oldest, drafts behind the cursor.
+    cursor, origin, pending: int32 (S,), records in the window, ring position of the oldest (mod R), drafts behind the
+    cursor.
     store_numbers, sequence_ids: int64 (S,), of the last store (0 = prefill) and of the sequence; with ``seed``, int64
     (1,), they name the random bits of stochastic rounding.  In device memory, so that a captured graph sees them move.
     """

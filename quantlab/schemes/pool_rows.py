@@ -46,12 +46,18 @@ def state_of(pool: LayerPool, slots: Tensor) -> DecodeState:
 
 
 def put_state(
-    pool: LayerPool, slots: Tensor, state: DecodeState, *, which: Tensor | None = None, counters: bool = True
+    pool: LayerPool,
+    slots: Tensor,
+    state: DecodeState,
+    *,
+    which: Tensor | None = None,
+    counters: bool = True,
+    records: bool = True,
 ) -> None:
     """Make the slots (n,) what the rows of ``state`` are, or those of its rows that ``which`` names.
 
     counters: whether cursors, store numbers and sequence ids, which all layers share, are written too; without them the
-    records are placed from each slot's own origin.
+    records are placed from each slot's own origin.  records: whether those are written.
 
     Raises InputError unless the state has the pool's policy, family, shape and layer.
     """
@@ -89,7 +95,8 @@ def put_state(
             (pool.copy_codes, pool.copy_scales, pool.copy_global_scale), parts, strict=True
         ):
             put(memory, value)
-    _put_records(pool, slots, state, rows)
+    if records:
+        _put_records(pool, slots, state, rows)
 
 
 def _put_records(pool: LayerPool, slots: Tensor, state: DecodeState, rows: Tensor) -> None:

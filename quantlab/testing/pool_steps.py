@@ -9,7 +9,6 @@ become; where they agree, it is that one.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,8 +108,10 @@ def _check_counters(step: Step, positions: dict[int, int], flushed: list[int], w
         assert torch.equal(value, getattr(new, name)), f"{what}: counters.{name} {getattr(new, name)}"
 
 
-def _check_untouched(step: Step, positions: dict[int, int], flushed: list[int], what: str) -> None:
-    """Slots outside the batch, stored copies of rows that do not flush, and records but the one that was appended."""
+def _check_untouched(
+    step: Step, positions: dict[int, int], flushed: list[int], what: str, appended: int = 1
+) -> None:
+    """Slots outside the batch, stored copies of rows that do not flush, and records but those that were appended."""
     for name, old in vars(step.before).items():
         if not isinstance(old, Tensor):
             continue
@@ -120,7 +121,7 @@ def _check_untouched(step: Step, positions: dict[int, int], flushed: list[int], 
                 continue
             one, other = old[slot].clone(), new[slot].clone()
             if ring and slot in positions:
-                at = _ring(step.before, slot)[positions[slot]]
+                at = _ring(step.before, slot)[positions[slot] : positions[slot] + appended]
                 one[:, at], other[:, at] = 0, 0
             same = torch.equal(one.view(torch.uint8), other.view(torch.uint8))
             assert same, f"{what}: {name} of slot {slot} changed"
@@ -227,25 +228,29 @@ def _words(pool: LayerPool, slot: int) -> Tensor:
 
 def _terms(step: Step, b: int, slot: int, unsigned: bool) -> Terms:
     pool = step.before
-    heads = pool.shape.heads
-
-    def number(x: Tensor) -> Tensor:
-        return x.double().abs() if unsigned else x.double()
-
-    records, at = [], _ring(pool, slot)
-    for j in range(int(pool.counters.cursor[slot])):
-        rings = {name: getattr(pool, f"{name}_buffer") for name in ("k", "d", "v", "beta", "log_decay")}
-        fields = {name: ring[slot, :, at[j]].double() for name, ring in rings.items() if ring is not None}
-        records.append(_of_heads(fields, heads, number))
+    records = _held(pool, slot, int(pool.counters.cursor[slot]), unsigned)
     token = {name: value[b].double() for name, value in vars(step.inputs).items() if value is not None}
     base = _decoded(pool, slot)
     view = base if pool.policy.read_copy is None else _decoded_copy(pool, slot)
-    return Terms(number(base), number(view), records, _of_heads(token, heads, number), unsigned)
+    base, view = (x.double().abs() if unsigned else x.double() for x in (base, view))
+    return Terms(base, view, records, _of_heads(token, pool.shape.heads, unsigned), unsigned)
 
 
-def _of_heads(fields: dict[str, Tensor], heads: int, number: Any) -> dict[str, Tensor]:
+def _held(pool: LayerPool, slot: int, count: int, unsigned: bool) -> list[dict[str, Tensor]]:
+    """The first records of a slot's window."""
+    rings = {name: getattr(pool, f"{name}_buffer") for name in ("k", "d", "v", "beta", "log_decay")}
+    records, at = [], _ring(pool, slot)
+    for j in range(count):
+        fields = {name: ring[slot, :, at[j]].double() for name, ring in rings.items() if ring is not None}
+        records.append(_of_heads(fields, pool.shape.heads, unsigned))
+    return records
+
+
+def _of_heads(fields: dict[str, Tensor], heads: int, unsigned: bool) -> dict[str, Tensor]:
     """Keys and queries repeated for every head; a log decay keeps its sign, as its exponential is positive."""
-    found = {name: value if name == "log_decay" else number(value) for name, value in fields.items()}
+    found = {
+        name: value.abs() if unsigned and name != "log_decay" else value for name, value in fields.items()
+    }
     return {
         name: expand_groups(value, heads, 0) if name in ("q", "k") else value for name, value in found.items()
     }

@@ -35,7 +35,7 @@ class PoolCase:
     cursors: records in the window of each row at the start; the slots are in another order, a padded row stands
     between them, and two slots are not in the batch.  exact: numbers of few bits and no decay, so that float32 holds
     every fold and what is stored has one right answer (mamba2 alone).  foreign: the padded row names a slot that there
-    is not, which kernels skip.
+    is not, which kernels skip.  drafts: tokens that the pool has room for behind a window.
     """
 
     policy: str
@@ -49,6 +49,7 @@ class PoolCase:
     exact: bool = False
     foreign: bool = False
     seed: int = 0
+    drafts: int = 0
 
     def __str__(self) -> str:
         """The policy, the family, the shape, and what else is not as usual."""
@@ -201,12 +202,13 @@ def check_graph(case: PoolCase, tokens: int) -> None:
 def _pool(case: PoolCase) -> LayerPool:
     """The case's pool on the CPU: every slot filled, its window as far as its cursor; the rest NaN or large."""
     policy, shape, count = case.policy, case.shape, case.slot_count
-    layers = allocate_pool(policy, case.family, shape, count, layers=case.layer + 1, seed=case.seed + 5)
-    pool = layers[case.layer]
+    layers, seed = case.layer + 1, case.seed + 5
+    pools = allocate_pool(policy, case.family, shape, count, layers=layers, seed=seed, drafts=case.drafts)
+    pool = pools[case.layer]
     for _, memory in _tensors(pool):
         memory.fill_(torch.nan if memory.is_floating_point() else torch.iinfo(memory.dtype).max)
     ids = torch.arange(count) + 100
-    options = {"key_heads": shape.key_heads, "seed": case.seed + 5, "layer": case.layer, "sequence_ids": ids}
+    options = {"key_heads": shape.key_heads, "seed": seed, "layer": case.layer, "sequence_ids": ids}
     initial = _numbers(case, 2, (count, shape.heads, shape.value_dim, shape.key_dim), 60, 2.0**-8)
     state = start(policy, case.family, initial, **options)
     cursors = torch.full((count,), min(1, pool.policy.window - 1))

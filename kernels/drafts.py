@@ -1,0 +1,123 @@
+"""``quantlab.schemes.drafts`` on a device: the same functions with the same meaning, by Triton kernels.
+
+As in ``quantlab.kernels.steps``, nothing waits for the device: how many drafts are accepted is read from device memory,
+and so is which windows they complete.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from quantlab.errors import InputError
+from quantlab.kernels import arguments, mamba2_steps
+from quantlab.kernels.slots import accept_kernel, plan_commit_kernel, wait_kernel
+from quantlab.kernels.steps import ADVANCED_ROWS, launch
+from quantlab.recurrences import StepInputs
+from quantlab.schemes.checks import is_integer
+from quantlab.schemes.drafts import ORIGINS, CommitPlan, room
+from quantlab.schemes.ledger import StateShape
+from quantlab.schemes.policy import Policy, parse_policy
+from quantlab.schemes.pool import LayerPool, SlotCounters, unpoolable
+from quantlab.schemes.steps import StepPlan
+
+
+def served(policy: str | Policy, family: str, shape: StateShape) -> str | None:
+    """What it is about ``policy``, for a layer of this shape, for which no kernel verifies drafts; None if one does."""
+    policy = parse_policy(policy)
+    if reason := unpoolable(policy, family, shape):
+        return f"what a pool has no layout for, which takes {reason}"
+    if family != "mamba2":
+        return f"drafts of the family {family}"
+    return mamba2_steps.served_drafts(policy, shape)
+
+
+def verify_tokens(
+    pool: LayerPool, tokens: StepInputs, plan: StepPlan, output: Tensor | None = None
+) -> Tensor:
+    """Read drafted tokens of one layer; see ``quantlab.schemes.drafts``.
+
+    At most a window of them.  Inputs and output are float32, bfloat16 or float16 and contiguous.
+
+    Raises:
+        InputError: an argument does not fit the pool, or no kernel serves the pool's policy; nothing was launched.
+    """
+    arguments.pool(pool)
+    arguments.plan(plan, pool, StepPlan)
+    _serve(pool)
+    most = min(room(pool), pool.policy.window)
+    arguments.drafts(tokens, pool, plan.slots.shape[0], most)
+    output = arguments.output(output, pool, tokens)
+    if output.numel():
+        mamba2_steps.verify(pool, tokens, plan, output)
+    return output
+
+
+def end_verify(plan: StepPlan, drafted: int) -> None:
+    """Say that ``drafted`` tokens wait behind the cursor of every slot of the plan, once all layers are through.
+
+    Raises:
+        InputError: ``plan`` is not what ``begin_step`` returned, or ``drafted`` is no number of tokens.
+    """
+    counters, batch = arguments.counters(arguments.planned(plan, StepPlan).counters), plan.slots.shape[0]
+    if not is_integer(drafted) or drafted < 1:
+        raise InputError("drafted", drafted, "an integer of at least 1")
+    if batch:
+        given = counters.pending, plan.slots, drafted, batch, counters.slots
+        launch(wait_kernel, -(-batch // ADVANCED_ROWS), *given, BLOCK=ADVANCED_ROWS)
+
+
+def begin_commit(counters: SlotCounters, slots: Tensor, counts: Tensor, window: int) -> CommitPlan:
+    """Plan to accept the first ``counts[i]`` drafts of each row; see ``quantlab.schemes.drafts``.
+
+    A count below 0 is taken for 0, one above the drafts that wait for all of them.
+
+    Raises:
+        InputError: an argument's dtype, shape or device is wrong; names it.
+    """
+    arguments.counters(counters)
+    arguments.slots(slots, counters)
+    arguments.counts(counts, slots)
+    window = arguments.window(window)
+    batch = slots.shape[0]
+    positions, accepted, flush_rows, flush_count = (
+        torch.empty((size,), dtype=torch.int32, device=slots.device) for size in (batch, batch, batch, 1)
+    )
+    block = triton.next_power_of_2(max(batch, 1))
+    read = counters.cursor, counters.pending, slots, counts
+    written = positions, accepted, flush_rows, flush_count
+    launch(plan_commit_kernel, 1, *read, *written, batch, counters.slots, WINDOW=window, BLOCK=block)
+    return CommitPlan(counters, window, slots, positions, accepted, flush_rows, flush_count)
+
+
+def commit_tokens(pool: LayerPool, plan: CommitPlan) -> None:
+    """Fold, store and encode the windows of one layer that accepted drafts complete; see ``quantlab.schemes.drafts``.
+
+    Raises:
+        InputError: an argument does not fit the pool, or no kernel serves the pool's policy; nothing was launched.
+    """
+    arguments.pool(pool)
+    arguments.plan(plan, pool, CommitPlan)
+    _serve(pool)
+    if plan.slots.shape[0]:
+        mamba2_steps.commit(pool, plan)
+
+
+def end_commit(plan: CommitPlan) -> None:
+    """Move the counters of the plan's slots, once all layers are through.
+
+    Raises:
+        InputError: ``plan`` is not what ``begin_commit`` returned.
+    """
+    counters, batch = arguments.counters(arguments.planned(plan, CommitPlan).counters), plan.slots.shape[0]
+    if batch:
+        moved = counters.cursor, counters.origin, counters.pending, counters.store_numbers
+        given = *moved, plan.slots, plan.counts, batch, counters.slots
+        programs = -(-batch // ADVANCED_ROWS)
+        launch(accept_kernel, programs, *given, WINDOW=plan.window, LAST=ORIGINS, BLOCK=ADVANCED_ROWS)
+
+
+def _serve(pool: LayerPool) -> None:
+    if reason := served(pool.policy, pool.family, pool.shape):
+        raise InputError(
+            "pool", str(pool.policy), f"a policy under which kernels verify drafts, not {reason}"
+        )
