@@ -10,12 +10,14 @@ import importlib
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.drafts import ORIGINS
-from quantlab.schemes.pool import LayerPool
+from quantlab.schemes.ledger import StateShape
+from quantlab.schemes.pool import LayerPool, allocate_pool
 from quantlab.testing import _same_memory_on, guarded
 from quantlab.testing.pool_steps import (
     UNIT,
@@ -224,3 +226,20 @@ def _check_counters(before: LayerPool, after: LayerPool, moved: dict[str, Tensor
     for name, value in {**vars(before.counters), **moved}.items():
         got = getattr(after.counters, name)
         assert torch.equal(value, got), f"{what}: counters.{name} {got.tolist()}, expected {value.tolist()}"
+
+
+def outputs_beside_a_draft(last: float, implementation: str) -> numpy.ndarray:
+    """Outputs (B, T, H, V) of three drafts on a fresh Mamba-2 pool whose last one writes ``last`` in every entry."""
+    device = "cuda" if implementation == "cuda" else "cpu"
+    shape, generator = StateShape(4, 16, 32, 2), torch.Generator().manual_seed(3)
+    pool = allocate_pool("fp32/nvfp4@4:buffer=bf16", "mamba2", shape, 2, drafts=3, device=device)[0]
+    slots = torch.arange(2, dtype=torch.int32, device=device)
+    layer = "schemes" if implementation == "reference" else "kernels"
+    steps, drafts = (importlib.import_module(f"quantlab.{layer}.{name}") for name in ("steps", "drafts"))
+    steps.load_states(pool, slots, torch.randn((2, 4, 16, 32), generator=generator).to(device))
+    q, k = torch.randn((2, 2, 3, 2, 32), generator=generator)
+    v = torch.randn((2, 3, 4, 16), generator=generator)
+    v[:, -1] = last
+    tokens = StepInputs(q, k, v, -torch.rand((2, 3, 4), generator=generator)).map(lambda t: t.to(device))
+    plan = steps.begin_step(pool.counters, slots, 4)
+    return drafts.verify_tokens(pool, tokens, plan).cpu().numpy()

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 
@@ -12,10 +13,10 @@ from quantlab.schemes import StateShape
 from quantlab.schemes import drafts as reference
 from quantlab.schemes import steps as reference_steps
 from quantlab.schemes.pool import allocate_pool
-from quantlab.testing import IMPLEMENTATIONS
+from quantlab.testing import IMPLEMENTATIONS, in_triton_process
 from quantlab.testing.draft_cases import CASES, FAST, MODELS
 from quantlab.testing.pool_cases import SMALL
-from quantlab.testing.pool_drafts import check_drafts
+from quantlab.testing.pool_drafts import check_drafts, outputs_beside_a_draft
 
 QUICK = {str(case) for case in FAST}
 LARGE = {str(case) for case in MODELS}
@@ -36,6 +37,22 @@ def test_conformance(implementation, name):
     case = CASES[name]
     # The torch twin looks at slot numbers.
     check_drafts(replace(case, foreign=False) if implementation == "reference" else case, implementation)
+
+
+@pytest.mark.parametrize("last", [float("inf"), float("nan")])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
+def test_a_draft_that_is_not_finite_reaches_no_earlier_one(implementation, last):
+    """Behind the diagonal is a selection: a product with a coefficient of zero would spread NaN."""
+    if implementation == "interpreter":
+        fine, broken = (
+            in_triton_process(outputs_beside_a_draft, value, implementation, interpret=True)
+            for value in (1.0, last)
+        )
+    else:
+        fine, broken = (outputs_beside_a_draft(value, implementation) for value in (1.0, last))
+    numpy.testing.assert_array_equal(broken[:, :2], fine[:, :2])
+    assert numpy.isfinite(fine).all()
+    assert not numpy.isfinite(broken[:, 2]).any()
 
 
 @pytest.fixture
