@@ -22,7 +22,8 @@ from quantlab.recurrences import StepInputs
 from quantlab.schemes import checks
 from quantlab.schemes.pool import LayerPool, SlotCounters
 from quantlab.schemes.pool_rows import put_state, state_of
-from quantlab.schemes.steps import StepPlan, check_slots
+from quantlab.schemes.state import DecodeState
+from quantlab.schemes.steps import StepPlan, check_slots, through_states
 
 ORIGINS = (1 << 30) - 1
 """An origin counts up to here and starts over: every ring is a power of two no longer than that."""
@@ -59,14 +60,7 @@ def verify_tokens(
         InputError: the pool has no room for so many drafts, or drafts of a slot wait for a commit.
     """
     drafted(pool, tokens)
-    if output is None:
-        output = torch.zeros_like(tokens.v)
-    live = (plan.slots >= 0).nonzero()[:, 0]
-    slots = plan.slots[live].long()
-    state = state_of(pool, slots)
-    output[live] = state.verify(tokens.map(lambda t: t[live].cpu())).to(output)
-    put_state(pool, slots, state, counters=False)
-    return output
+    return through_states(pool, tokens, plan, output, DecodeState.verify)
 
 
 def end_verify(plan: StepPlan, drafted: int) -> None:

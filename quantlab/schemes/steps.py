@@ -7,6 +7,7 @@
 A batch row with a negative slot is padding: its inputs are not looked at and its output is not written.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from quantlab.recurrences import StepInputs
 from quantlab.schemes import checks
 from quantlab.schemes.pool import LayerPool, SlotCounters
 from quantlab.schemes.pool_rows import put_state, state_of
-from quantlab.schemes.state import start
+from quantlab.schemes.state import DecodeState, start
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,23 @@ def decode_token(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Te
 
     Stored bits and records change; the counters wait for ``end_step``.
     """
+    return through_states(pool, inputs, plan, output, DecodeState.step)
+
+
+def through_states(
+    pool: LayerPool,
+    inputs: StepInputs,
+    plan: StepPlan,
+    output: Tensor | None,
+    forward: Callable[[DecodeState, StepInputs], Tensor],
+) -> Tensor:
+    """``forward`` of the plan's slots as a ``DecodeState``, put back without counters: (B, ...) like ``inputs.v``."""
     if output is None:
         output = torch.zeros_like(inputs.v)
     live = (plan.slots >= 0).nonzero()[:, 0]
     slots = plan.slots[live].long()
     state = state_of(pool, slots)
-    output[live] = state.step(inputs.map(lambda t: t[live].cpu())).to(output)
+    output[live] = forward(state, inputs.map(lambda t: t[live].cpu())).to(output)
     put_state(pool, slots, state, counters=False)
     return output
 
