@@ -17,19 +17,9 @@ from quantlab.testing import IMPLEMENTATIONS, in_triton_process
 from quantlab.testing.draft_cases import CASES, FAST, MODELS
 from quantlab.testing.pool_cases import SMALL
 from quantlab.testing.pool_drafts import check_drafts, outputs_beside_a_draft
+from tests.kernels.jobs import jobs
 
-QUICK = {str(case) for case in FAST}
-LARGE = {str(case) for case in MODELS}
-JOBS = [
-    pytest.param(
-        implementation,
-        name,
-        marks=pytest.mark.slow if implementation == "interpreter" and name not in QUICK else (),
-    )
-    for implementation in IMPLEMENTATIONS
-    for name in CASES
-    if implementation == "cuda" or name not in LARGE
-]
+JOBS = jobs(CASES, FAST, MODELS)
 
 
 @pytest.mark.parametrize(("implementation", "name"), JOBS, indirect=["implementation"])

@@ -14,19 +14,9 @@ from quantlab.schemes.pool import allocate_pool
 from quantlab.testing import IMPLEMENTATIONS
 from quantlab.testing.pool_cases import CASES, DELTA, FAST, GROUPED, MODELS, SMALL
 from quantlab.testing.pools import PoolCase, check_graph, check_load, check_pool
+from tests.kernels.jobs import jobs
 
-QUICK = {str(case) for case in (*FAST, *DELTA)}
-LARGE = {str(case) for case in MODELS}
-JOBS = [
-    pytest.param(
-        implementation,
-        name,
-        marks=pytest.mark.slow if implementation == "interpreter" and name not in QUICK else (),
-    )
-    for implementation in IMPLEMENTATIONS
-    for name in CASES
-    if implementation == "cuda" or name not in LARGE
-]
+JOBS = jobs(CASES, (*FAST, *DELTA), MODELS)
 
 
 def served(case):

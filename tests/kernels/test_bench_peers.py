@@ -1,0 +1,100 @@
+"""Other projects' kernels: how they are found, and that they are compared before they are timed."""
+
+import sys
+
+import pytest
+
+from quantlab.errors import InputError
+from quantlab.kernels import bench_peers
+from quantlab.kernels.bench_cases import expand
+from tests.kernels.bench_stand_ins import SMALL, CountingTimer, run
+
+
+def test_a_peer_that_is_not_there_is_a_line():
+    peers, notes = bench_peers.load_peers(bench_peers.parse_peers(["mamba_ssm", "vllm"]))
+    assert peers == {}
+    assert len(notes) == 3
+    assert all(line.startswith("peer ") and "\n" not in line for line in notes)
+
+
+def test_peer_texts():
+    with pytest.raises(InputError, match="nearest: vllm"):
+        bench_peers.parse_peers(["vlm"])
+    with pytest.raises(InputError, match="vllm=PATH"):
+        bench_peers.parse_peers(["vllm=/nowhere/at/all"])
+
+
+PEER_FILE = """
+import torch
+from {top}.helper import gain
+def selective_state_update(state, x, dt, A, B, C, D=None, dt_bias=None, dt_softplus=False, state_batch_indices=None):
+    at = state_batch_indices.long()
+    heads = x.shape[1]
+    k, q = (t.float().repeat_interleave(heads // t.shape[1], 1) for t in (B, C))
+    dt = dt.float()
+    old = state[at].float()
+    new = torch.exp(dt[:, :, :1, None] * A[:, :1, :1]) * old + (dt * x.float())[..., None] * k[:, :, None]
+    state[at] = new.to(state.dtype)
+    return (torch.einsum("bhvk,bhk->bhv", new, q) * gain).to(x.dtype)
+"""
+
+
+def write_peer(folder, gain, init=""):
+    package = folder / "mamba_ssm"
+    kernels = package / "ops" / "triton"
+    kernels.mkdir(parents=True)
+    (package / "__init__.py").write_text(init)
+    (package / "helper.py").write_text(f"gain = {gain}\n")
+    (package / "ops" / "__init__.py").touch()
+    (kernels / "__init__.py").touch()
+    (kernels / "selective_state_update.py").write_text(PEER_FILE.format(top="mamba_ssm"))
+    return folder
+
+
+@pytest.mark.parametrize("given", [".", "mamba_ssm"])
+def test_a_peer_is_imported_from_its_path_alone(tmp_path, given):
+    write_peer(tmp_path, 1.0)
+    wanted = bench_peers.parse_peers([f"mamba_ssm={tmp_path / given}"])
+    before = list(sys.path)
+    peers, notes = bench_peers.load_peers(wanted)
+    assert notes == []
+    assert peers["mamba_ssm"].policies("mamba2") == ["fp32@1", "fp16@1"]
+    assert peers["mamba_ssm"].policies("gated_delta") == []
+    assert sys.path == before
+    assert not [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]
+    with peers["mamba_ssm"].active():
+        assert "mamba_ssm.helper" in sys.modules
+    assert "mamba_ssm" not in sys.modules
+
+
+def test_a_tree_that_was_never_built_gives_its_kernel_files(tmp_path):
+    write_peer(tmp_path, 1.0, "import a_compiled_extension_that_is_not_there")
+    peers, _ = bench_peers.load_peers(bench_peers.parse_peers([f"mamba_ssm={tmp_path}"]))
+    assert peers["mamba_ssm"].how == "kernel files alone"
+    (record,) = run(peer_cases(peers), peers=peers)
+    assert record["status"] == "ok"
+    assert record["metrics"]["source"] == "kernel files alone"
+
+
+def peer_cases(peers, policy="fp32@1"):
+    cases = expand("mamba2", SMALL, [], [3], {name: peer.policies("mamba2") for name, peer in peers.items()})
+    return [c for c in cases if c.policy == policy]
+
+
+def test_a_peer_is_timed_if_it_computes_the_step(tmp_path):
+    right, _ = bench_peers.load_peers(
+        bench_peers.parse_peers([f"mamba_ssm={write_peer(tmp_path / 'right', 1.0)}"])
+    )
+    for policy in ("fp32@1", "fp16@1"):
+        (record,) = run(peer_cases(right, policy), peers=right)
+        assert record["status"] == "ok", record["message"]
+        assert record["point"]["implementation"] == "mamba_ssm"
+        assert record["metrics"]["comparison"]["relative_error"]["output"] < 4e-3
+    wrong, _ = bench_peers.load_peers(
+        bench_peers.parse_peers([f"mamba_ssm={write_peer(tmp_path / 'wrong', 1.05)}"])
+    )
+    timer = CountingTimer()
+    (record,) = run(peer_cases(wrong), peers=wrong, timer=timer)
+    assert record["status"] == "comparison_failed"
+    assert record["message"].startswith("output off by 0.05")
+    assert timer.measured == 0
