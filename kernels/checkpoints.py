@@ -22,7 +22,7 @@ from quantlab.errors import InputError
 from quantlab.formats import Format
 from quantlab.formats.rounding import EXACT_BITS
 from quantlab.formats.table import Element, Integer
-from quantlab.kernels.arithmetic import multiply_add, narrowed
+from quantlab.kernels.arithmetic import INTERPRETED, multiply_add, narrowed
 from quantlab.kernels.decode import element_value, widened
 from quantlab.kernels.random import element_words
 from quantlab.kernels.rounding import encode
@@ -293,46 +293,59 @@ def nearest_codes(x, ELEMENT: tl.constexpr):
 def stochastic_codes(x, words, ELEMENT: tl.constexpr):
     """float32 -> codes in int32, up if the discarded fraction plus a 32-bit random word carries.
 
-    A normal number discards as many bits as the mantissas differ by, and of the word only as many can decide, so the
-    word's top is added to the bit pattern.  A tile with a subnormal of the element takes the general path.
+    Codes of one sign count on through the powers of two, so a carry may pass into the exponent.  What is below the
+    normal numbers discards more bits.
     """
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     words = words.to(tl.uint32, bitcast=True)
     DROPPED: tl.constexpr = 23 - ELEMENT.mantissa_bits
     MIN_FIELD: tl.constexpr = ELEMENT.min_exponent + 127
-    REBIAS: tl.constexpr = (127 - ELEMENT.bias) << ELEMENT.mantissa_bits
-    # Added as float32's sign is not there: the sum stays below 2^32.
-    codes = ((magnitude.to(tl.uint32) + (words >> (32 - DROPPED))) >> DROPPED).to(tl.int32) - REBIAS
-    if MIN_FIELD > 1:  # noqa: SIM102 (the outer condition is a constant, the inner one the device's)
-        if tl.min(magnitude) < (MIN_FIELD << 23):
-            codes = subnormal_codes(magnitude, words, codes, ELEMENT)
-    beyond = codes > ELEMENT.max_code
-    if ELEMENT.overflow.value == "infinity":
-        above = tl.where(magnitude > 0x7F800000, ELEMENT.nan_code, ELEMENT.infinity_code)
-    else:
-        above = ELEMENT.max_code
-    codes = tl.where(beyond, above, codes)
+    if MIN_FIELD > 1:
+        field = magnitude >> 23
+        significand = (magnitude & 0x7FFFFF) | 0x800000  # of float32's subnormals nothing is left in any case
+        places = tl.maximum(MIN_FIELD + DROPPED - field, DROPPED)
+        codes = shifted_with_carry(significand, places, words)
+        codes += (field + places - (MIN_FIELD + DROPPED)) << ELEMENT.mantissa_bits
+    else:  # as many subnormals as float32 has; added as its sign is not there, the sum stays below 2^32
+        codes = ((magnitude.to(tl.uint32) + (words >> (32 - DROPPED))) >> DROPPED).to(tl.int32)
     sign = (bits >> (32 - ELEMENT.bits)) & ELEMENT.sign_code
     if ELEMENT.overflow.value == "infinity":
-        sign = tl.where(magnitude > 0x7F800000, 0, sign)
-    return codes | sign
+        codes = tl.minimum(codes, ELEMENT.infinity_code) | sign
+        codes = tl.where(x == x, codes, ELEMENT.nan_code)
+    else:
+        codes = tl.minimum(codes, ELEMENT.max_code) | sign
+    return codes
 
 
 @triton.jit
-def subnormal_codes(magnitude, words, normal, ELEMENT: tl.constexpr):
-    """The codes of magnitudes below the smallest normal number, ``normal`` elsewhere.
+def shifted_with_carry(significand, places, words):
+    """significand >> places, one more if the first 32 bits of what is dropped plus the word carry.
 
-    In units of the quantum: the integer part, and a carry of the first 32 bits of the fraction plus the word.
+    int32 significand of 24 bits and places from 1 to 126, uint32 words.
     """
-    MIN_FIELD: tl.constexpr = ELEMENT.min_exponent + 127
-    field = tl.maximum(magnitude >> 23, 1)
-    significand = magnitude - ((field - 1) << 23)
-    shift = (23 - ELEMENT.mantissa_bits) + MIN_FIELD - field
-    significand = significand.to(tl.uint32)
-    left = tl.minimum(tl.maximum(32 - shift, 0), 31).to(tl.uint32)
-    right = tl.minimum(tl.maximum(shift - 32, 0), 31).to(tl.uint32)
-    fraction = (significand << left) >> right
-    units = (significand >> tl.minimum(tl.maximum(shift, 0), 31).to(tl.uint32)).to(tl.int32)
-    units += (fraction + words < words).to(tl.int32)
-    return tl.where(magnitude < (MIN_FIELD << 23), units, normal)
+    deep = tl.maximum(places - 32, 0)  # bits that even the fraction drops
+    if not INTERPRETED:
+        shifted = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .u32 zero, kept, fraction;
+            mov.u32 zero, 0;
+            shr.u32 kept, $1, $3;
+            shf.r.clamp.b32 fraction, zero, kept, $2;
+            shr.u32 kept, kept, $2;
+            add.cc.u32 fraction, fraction, $4;
+            addc.u32 $0, kept, 0;
+            }
+            """,
+            "=r,r,r,r,r",
+            [significand, places, deep, words],
+            tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        kept = (significand >> tl.minimum(deep, 31)).to(tl.uint64) << 32
+        total = (kept >> tl.minimum(places, 32).to(tl.uint64)) + words.to(tl.uint64)
+        shifted = (total >> 32).to(tl.int32)
+    return shifted
