@@ -79,9 +79,16 @@ def run(store: Store, x: Tensor, words: Tensor | None, device: str) -> tuple[Enc
     kernel: Any = probe_kernel
     meta = {"R": rows, "N": x.shape[1], "STORE": store}
     kernel[(len(x) // rows,)](*arguments, **meta, num_warps=1, **target.LAUNCH_OPTIONS)
-    codes = codes.cpu().view(torch.int16) if held in (torch.bfloat16, torch.float16) else codes.cpu()
+    codes = _one_nan(codes.cpu())
+    if held in (torch.bfloat16, torch.float16):
+        codes = codes.view(torch.int16)
     stored = Encoded(codes, None if scales is None else scales.cpu()[:, None])
-    return stored, values.cpu(), decoded.cpu()
+    return stored, _one_nan(values.cpu()), _one_nan(decoded.cpu())
+
+
+def _one_nan(tensor: Tensor) -> Tensor:
+    """A NaN stays one; which of them is the device's own: a GPU's conversions set every bit of the mantissa."""
+    return tensor.nan_to_num(torch.nan, torch.inf, -torch.inf) if tensor.is_floating_point() else tensor
 
 
 def decoded_specials(text: str, implementation: str) -> Tensor:
