@@ -15,6 +15,7 @@ from quantlab.formats import Format
 from quantlab.kernels import target
 from quantlab.kernels.checkpoints import store_of
 from quantlab.kernels.flush import flush_kernel
+from quantlab.kernels.flush_head import flush_head_kernel
 from quantlab.kernels.mamba2 import read_copy_kernel, read_kernel, step_kernel, window_kernel
 from quantlab.kernels.mamba2_drafts import draft_read_copy_kernel, draft_read_kernel, draft_window_kernel
 from quantlab.kernels.plain_copies import copy_store_of, encode_plain
@@ -28,6 +29,8 @@ from quantlab.schemes.steps import StepPlan
 from quantlab.schemes.store import CHECKPOINT_PART
 
 PHILOX_ROUNDS = 10
+MULTIPROCESSORS = 132
+"""Of an H200, which the numbers of programs are for; any number is correct."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,17 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Configuration:
-    """How the kernels of one layer are launched.  flush_programs: they share the work among them."""
+    """How the kernels of one layer are launched.  flush_programs: they share the work among them.
+
+    head: of ``flush_head``, None where it does not serve the shape and the policy.
+    """
 
     step: Tiles
     read: Tiles
     flush: Tiles
     flush_programs: int
+    head: Tiles | None
+    head_programs: int
 
 
 @functools.cache
@@ -78,7 +86,15 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
         flush, programs = Tiles(_dividing(shape.value_dim, 64), 32, warps=4), 792
     else:
         flush, programs = Tiles(_dividing(shape.value_dim, 64), min(columns, 64), warps=4), 528
-    return Configuration(step, read, flush, programs)
+    head, head_programs = None, MULTIPROCESSORS
+    warps = max(4, shape.value_dim // 16, shape.value_dim * shape.key_dim // 2048)  # 64 numbers a lane
+    beside = warps * 16 // shape.value_dim  # warps that share a value row
+    powers = shape.value_dim & (shape.value_dim - 1) == 0 and shape.value_dim >= 64
+    if _on_tensor_cores(policy.read_copy) and powers and warps <= 8 and shape.key_dim >= 16 * beside:
+        head = Tiles(shape.value_dim, warps=warps, registers=None if stochastic else 168)
+        # Beside the reads one block a multiprocessor is best, as long as it does not take longer than they do.
+        head_programs *= 2 if stochastic else 1
+    return Configuration(step, read, flush, programs, head, head_programs)
 
 
 def served(policy: Policy, shape: StateShape, records: int | None) -> str | None:
@@ -206,11 +222,10 @@ def _flush(
     """Fold, store and, on tensor cores, encode the rows that the plan says; with a token that completes the window, or
     with the record of one that stands in the ring.
     """
-    shape, tiles, copy = pool.shape, chosen.flush, pool.policy.read_copy
+    shape, copy = pool.shape, pool.policy.read_copy
     copy = copy if _on_tensor_cores(copy) else None
-    items = plan.slots.shape[0] * shape.heads * (1 if copy is not None else shape.value_dim // tiles.rows)
     token = (None,) * 4 if inputs is None else _token(inputs)
-    _any(flush_kernel)[(min(chosen.flush_programs, items),)](
+    arguments = (
         plan.flush_rows,
         plan.flush_count,
         plan.slots,
@@ -224,17 +239,36 @@ def _flush(
         *token,
         output,
         *_random(pool),
+    )
+    constants = {
         **_sizes(shape),
-        L=pool.policy.window,
-        RING=pool.records,
+        "L": pool.policy.window,
+        "RING": pool.records,
+        "STORE": store_of(pool.policy.checkpoint),
+        "ROUNDS": PHILOX_ROUNDS,
+        "GLOBAL": None if copy is None else global_options(),
+        "BLOCK": None if copy is None else recipe_of(copy).options,
+    }
+    heads, width = plan.slots.shape[0] * shape.heads, 16 // pool.checkpoint.element_size()
+    if chosen.head is not None and _all_bfloat16(pool.k_buffer, pool.d_buffer, *token[1:3]):
+        beside = chosen.head.warps * 16 // shape.value_dim
+        _any(flush_head_kernel)[(min(chosen.head_programs, heads),)](
+            *arguments,
+            **constants,
+            RUN=min(width, shape.key_dim // (4 * beside)),
+            WARPS=chosen.head.warps,
+            **_options(chosen.head),
+        )
+        return
+    tiles = chosen.flush
+    items = heads * (1 if copy is not None else shape.value_dim // tiles.rows)
+    _any(flush_kernel)[(min(chosen.flush_programs, items),)](
+        *arguments,
+        **constants,
         R=tiles.rows,
         C=tiles.columns,
         E=_dividing(shape.value_dim, 16),
-        WIDTH=16 // pool.checkpoint.element_size(),
-        STORE=store_of(pool.policy.checkpoint),
-        ROUNDS=PHILOX_ROUNDS,
-        GLOBAL=None if copy is None else global_options(),
-        BLOCK=None if copy is None else recipe_of(copy).options,
+        WIDTH=width,
         **_options(tiles),
     )
 
@@ -306,6 +340,11 @@ def commit(pool: LayerPool, plan: CommitPlan) -> None:
 def _on_tensor_cores(copy: Format | None) -> bool:
     """Whether a read copy is read as packed words on tensor cores, and encoded within the flush."""
     return copy is not None and copy.name == "nvfp4"
+
+
+def _all_bfloat16(*tensors: torch.Tensor | None) -> bool:
+    """Of those that there are."""
+    return all(tensor is None or tensor.dtype == torch.bfloat16 for tensor in tensors)
 
 
 def _words(pool: LayerPool, copy: Format | None) -> tuple[torch.Tensor | None, ...]:

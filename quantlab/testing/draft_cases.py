@@ -32,6 +32,7 @@ SLOW = [
     _case("int8+sr/nvfp4@8:buffer=fp16", 8, token=FP16, output=FP16, foreign=True),
     _case("fp16/nvfp4@16:buffer=bf16", 5, GROUPED, token=BF16, output=BF16),
     _case("fp8+sr/nvfp4@16:buffer=bf16", 7, GROUPED),
+    _case("fp16+sr/nvfp4@8:buffer=bf16", 5, StateShape(2, 64, 64, 1), token=BF16),
     _case("bf16/fp8@4:buffer=bf16", 2, StateShape(3, 80, 64, 3), token=torch.float32),
     _case("fp32/nvfp4@8:buffer=bf16", 6, StateShape(1, 16, 256, 1)),
 ]

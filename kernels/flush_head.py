@@ -1,0 +1,155 @@
+"""A flush of Mamba-2 whose heads stay in registers: fold, read, round, store and encode in one pass.
+
+The read copy's global scale needs the largest stored number of a head, so a program has all of one.  What decides the
+time is how long a head takes from its first load to its last store: a fixed number of programs runs beside the reads,
+so registers and instructions are shared with them.  Hence the token is a record among the others, the slot of the next
+head is looked up while this one is computed, and tensor cores take all operands from shared memory.
+"""
+
+# A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
+
+import triton
+import triton.language as tl
+
+from quantlab.kernels.arithmetic import narrowed
+from quantlab.kernels.checkpoints import decoded_tile, rounded_tile
+from quantlab.kernels.decode import widened
+from quantlab.kernels.flush import ring_place
+from quantlab.kernels.lanes import from_rows, lane_offsets, line_offsets, placed, to_rows
+from quantlab.kernels.nvfp4_encode import encode_blocks
+from quantlab.kernels.packed import product, three_parts
+from quantlab.kernels.random import element_words
+from quantlab.kernels.scales import float_scale
+
+
+@triton.jit
+def lane_words(
+    first, number, sequence, stream, key, R: tl.constexpr, N: tl.constexpr, RUN: tl.constexpr, WARPS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Random words of R whole value rows of a sequence's state from element ``first`` on, in lane form."""
+    line = (first + line_offsets(R, N, N, RUN, WARPS)) // 4
+    run = (RUN // 4) * tl.arange(0, 4)
+    counter = line[None, :, None] + run[None, None, :] + tl.arange(0, RUN // 4)[:, None, None]
+    words = element_words(counter.to(tl.uint32), number, sequence, stream, key, ROUNDS)
+    words = tl.reshape(words, (RUN // 4, R * N // (4 * RUN), 4, 4))
+    return tl.reshape(tl.permute(words, (1, 2, 0, 3)), (R * N // (4 * RUN), 4 * RUN))
+
+
+@triton.jit
+def encode_lanes(
+    values, words, scales, first, shared, R: tl.constexpr, N: tl.constexpr, RUN: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The NVFP4 copy of R value rows in lane form, from number ``first`` of all rows on."""
+    PARTS: tl.constexpr = 16 // RUN  # lanes that share a block
+    LINES: tl.constexpr = R * N // (4 * RUN)
+    line = first + line_offsets(R, N, N, RUN, WARPS)
+    values = tl.reshape(values, (LINES, 4 // PARTS, PARTS, RUN))
+    codes, scale = encode_blocks(tl.permute(values, (2, 0, 1, 3)), shared, BLOCK)
+    lane = tl.arange(0, 4)[None, :]
+    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (LINES, 4 // PARTS, PARTS)), (LINES, 4))
+    tl.store(scales + (line[:, None] // 16 + lane // PARTS), scale.to(tl.uint8), mask=lane % PARTS == 0)
+    codes = tl.reshape(tl.permute(codes, (1, 2, 0, 3)), (LINES, 4, RUN))
+    if RUN == 4:
+        packed = tl.sum(codes << (4 * tl.arange(0, 4))[None, None, :], 2).to(tl.int16)
+        tl.store(words.to(tl.pointer_type(tl.int16)) + (line[:, None] // 4 + lane), packed)
+    else:
+        place = (4 * tl.arange(0, 8))[None, None, :]
+        packed = tl.sum(tl.reshape(codes, (LINES, RUN // 2, 8)) << place, 2)
+        tl.store(words + (line[:, None] // 8 + tl.arange(0, RUN // 2)[None, :]), packed)
+
+
+@triton.jit
+def record_weights(
+    gates_at, current, start, L: tl.constexpr, LANES: tl.constexpr, RING: tl.constexpr, TOKEN: tl.constexpr
+):
+    """(LANES, 1): what record j of a full window has decayed by; and the whole window.
+
+    Sums over the later records themselves, as in ``record_decays``, all at once.
+    """
+    j, i = tl.arange(0, LANES)[:, None], tl.arange(0, LANES)[None, :]
+    HELD: tl.constexpr = L - 1 if TOKEN else L
+    at = gates_at + ring_place(i, start, RING)
+    later = tl.load(at + 0 * j, mask=(i > j) & (i < HELD), other=0)
+    total = tl.sum(tl.load(at, mask=i < HELD, other=0))
+    if TOKEN:
+        later = tl.where((i == L - 1) & (j < L - 1), current, later)
+        total += current
+    return tl.exp(tl.sum(later, 1, keep_dims=True)), tl.exp(total)
+
+
+# Triton would compile anew for a stream that is a multiple of 16.
+@triton.jit(do_not_specialize=("stream",))
+def flush_head_kernel(
+    flush_rows, flush_count, slots, checkpoint, checkpoint_scales, words, scales, global_scale, k_buffer, d_buffer,
+    log_decays, origin, q, k, d, log_decay, output, store_numbers, sequence_ids, seed, stream,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, RING: tl.constexpr,
+    RUN: tl.constexpr, STORE: tl.constexpr, ROUNDS: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """As ``flush_kernel``, for bfloat16 records and tokens.  RUN: neighbours of a value row in a lane, 4 to 16."""
+    LANES: tl.constexpr = L if L > 16 else 16
+    total = tl.load(flush_count) * H
+    item = tl.program_id(0)
+    if item >= total:
+        return
+    r, j, column = tl.arange(0, P), tl.arange(0, LANES), tl.arange(0, N)
+    b = tl.load(flush_rows + item // H)
+    slot = tl.load(slots + b).to(tl.int64)
+    while item < total:
+        h = item % H
+        g = h // (H // G)
+        head = slot * H + h
+        state_at = checkpoint + head * (P * N) + lane_offsets(P, N, N, RUN, WARPS)
+        codes = tl.load(state_at)
+        start = None
+        if origin is not None:
+            start = tl.load(origin + slot)
+        place = ring_place(j, start, RING)
+        records_at = d_buffer + head * (RING * P) + (place[None, :] * P + r[:, None])
+        keys_at = k_buffer + (slot * G + g) * (RING * N) + (place[:, None] * N + column[None, :])
+        gates_at, current = log_decays + head * RING, 0.0
+        if q is not None:  # the token is the last record
+            records_at = tl.where((j == L - 1)[None, :], d + (b * H + h) * P + r[:, None], records_at)
+            keys_at = tl.where((j == L - 1)[:, None], k + (b * G + g) * N + column[None, :], keys_at)
+            current = tl.load(log_decay + b * H + h).to(tl.float32)
+        records = tl.load(records_at, mask=(j < L)[None, :], other=0)
+        keys = tl.load(keys_at, mask=(j < L)[:, None], other=0)
+        weight, whole = record_weights(gates_at, current, start, L, LANES, RING, q is not None)
+        following = item + tl.num_programs(0)
+        next_b = tl.load(flush_rows + tl.minimum(following, total - 1) // H)
+        next_slot = tl.load(slots + next_b).to(tl.int64)
+        high, middle, low = three_parts(placed(widened(keys) * weight, N, RUN))
+        window = product(records, low, None)
+        window = product(records, middle, window)
+        window = product(records, high, window)
+        row_scales, scales_at = None, None
+        if checkpoint_scales is not None:
+            scales_at = checkpoint_scales + head * P + r
+            row_scales = tl.load(scales_at)
+        folded = decoded_tile(to_rows(codes, P, N, RUN, WARPS), row_scales, STORE) * whole + window
+        random = None
+        if STORE.stochastic:
+            number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
+            sequence, key = tl.load(sequence_ids + slot).to(tl.uint32), tl.load(seed)
+            random = lane_words(
+                h * (P * N), number, sequence, stream.to(tl.uint32), key, P, N, RUN, WARPS, ROUNDS
+            )
+            random = to_rows(random, P, N, RUN, WARPS)
+        stored, new_scales, values = rounded_tile(folded, random, STORE)
+        tl.store(state_at, from_rows(stored, P, N, RUN, WARPS))
+        if checkpoint_scales is not None:
+            tl.store(scales_at, new_scales)
+        if q is not None:
+            query_at = q + (b * G + g) * N + lane_offsets(P, N, 0, RUN, WARPS)
+            query = to_rows(widened(tl.load(query_at)), P, N, RUN, WARPS)
+            result = tl.sum(folded * query, 1)
+            tl.store(output + (b * H + h) * P + r, narrowed(result, output.dtype.element_ty))
+        shared, _ = float_scale(tl.max(tl.abs(values)), 1.0, GLOBAL)
+        tl.store(global_scale + head, shared)
+        lanes = from_rows(values, P, N, RUN, WARPS)
+        encode_lanes(lanes, words, scales, head * (P * N), shared, P, N, RUN, WARPS, BLOCK)
+        item, b, slot = following, next_b, next_slot
