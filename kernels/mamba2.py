@@ -35,18 +35,20 @@ from quantlab.kernels.packed import (
     three_parts,
 )
 from quantlab.kernels.plain_copies import packed_values
+from quantlab.kernels.succession import let_follower_begin, wait_for_predecessor
 
 
 @triton.jit
 def window_kernel(
     positions, slots, k_buffer, log_decays, q, k, log_decay, coefficients, decays,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Once a group, for rows that do not flush: coefficients (B, H, L), what record j is multiplied by, the current
     token at j = position, zero behind it; decays (B, H) of the state.  Appends key and log decay to the window.
 
     HEADS: a power of two >= H / G.
     """
+    let_follower_begin(OVERLAP)
     b, g = tl.program_id(0) // G, tl.program_id(0) % G
     n = tl.load(positions + b)
     slot = tl.load(slots + b).to(tl.int64)
@@ -87,6 +89,7 @@ def record_columns(weight, c, first: tl.constexpr):
 def read_copy_kernel(
     words, scales, global_scale, d_buffer, positions, slots, q, d, coefficients, decays, output,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows that do not flush, from the NVFP4 copy: output, and the token's d behind the window.
 
@@ -127,6 +130,7 @@ def read_copy_kernel(
     place = tl.max_contiguous(tl.multiple_of(place, 16), 16)  # heads and tiles are multiples of 16 rows
     records = tl.load(records_at + (place[None, :] + j[:, None] * P), mask=(j < n)[:, None], other=0)
     unit = tl.load(global_scale + slot * H + h) * HALF_UNIT * query_unit
+    wait_for_predecessor(OVERLAP)
     weight = tl.load(coefficients + (b * H + h) * L + j, mask=j < L, other=0)
     own = tl.load(coefficients + (b * H + h) * L + n)
     unit *= tl.load(decays + b * H + h)
@@ -185,7 +189,7 @@ def stored_rows(
 def read_kernel(
     checkpoint, checkpoint_scales, d_buffer, positions, slots, q, d, coefficients, decays, output,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
-    STORE: tl.constexpr,
+    STORE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows that do not flush, from the checkpoint, or from a read copy in its place: output, and the token's d behind
     the window.  R value rows a program, R divides P.
@@ -206,6 +210,7 @@ def read_kernel(
         d_buffer + (record + first) + (j[:, None] * P + r[None, :]), mask=(j < n)[:, None], other=0
     )
     query = widened(tl.load(q + (b * G + g) * N + column))
+    wait_for_predecessor(OVERLAP)
     weight = tl.load(coefficients + (b * H + h) * L + j)
     own = tl.load(coefficients + (b * H + h) * L + n)
     token = tl.load(d + (b * H + h) * P + row)

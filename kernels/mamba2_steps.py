@@ -155,7 +155,7 @@ def _step(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
 
 def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, tiles: Tiles) -> None:
     shape, window, batch = pool.shape, pool.policy.window, output.shape[0]
-    heads, groups = shape.heads, shape.key_heads
+    heads, groups, overlap = shape.heads, shape.key_heads, target.overlaps(pool.device)
     coefficients = torch.empty((batch, heads, window), dtype=torch.float32, device=pool.device)
     decays = torch.empty((batch, heads), dtype=torch.float32, device=pool.device)
     sizes = _sizes(shape)
@@ -172,9 +172,12 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
         **{name: sizes[name] for name in ("H", "G", "N")},
         L=window,
         HEADS=triton.next_power_of_2(heads // groups),
+        OVERLAP=overlap,
         **_options(Tiles(1)),
     )
-    common = {**sizes, "L": window, "R": tiles.rows, **_options(tiles)}
+    common = {**sizes, "L": window, "R": tiles.rows, "OVERLAP": overlap, **_options(tiles)}
+    if overlap:
+        common["launch_pdl"] = True
     programs = batch * heads * shape.value_dim // tiles.rows
     copy = pool.policy.read_copy
     if not _on_tensor_cores(copy):

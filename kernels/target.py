@@ -49,6 +49,11 @@ def describe(device: torch.device) -> str:
     return f"Triton on {torch.cuda.get_device_name(device)} (sm_{major}{minor})"
 
 
+def overlaps(device: torch.device) -> bool:
+    """Whether a launch can begin before the one that it follows has ended (``succession``)."""
+    return device.type == "cuda" and not interpreting() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @contextlib.contextmanager
 def beside(device: torch.device) -> Iterator[None]:
     """Launches inside may run beside those that follow, until ``together``: on a branch of a CUDA graph that is being
