@@ -16,7 +16,7 @@ from quantlab.kernels import read_copies, target
 from quantlab.kernels.checkpoints import store_of
 from quantlab.kernels.delta_fold import step_kernel, window_fold_kernel
 from quantlab.kernels.delta_read import read_kernel
-from quantlab.kernels.delta_tiles import inner_of
+from quantlab.kernels.delta_tiles import inner_of, lanes_of
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import Policy
@@ -37,6 +37,7 @@ class Tuning:
 
     read_rows, fold_rows: value rows of a tile.  read_registers, fold_registers: the most a thread may have.
     fold_programs: they share the tiles of the rows that flush.  product: whether a fold may be matrix products.
+    lanes: of a warp, that share a value row of a dense state.
     """
 
     read_rows: int | None = None
@@ -45,6 +46,7 @@ class Tuning:
     fold_registers: int | None = None
     fold_programs: int | None = None
     product: bool = True
+    lanes: int | None = None
 
 
 class Launch(NamedTuple):
@@ -132,7 +134,7 @@ def step_launch(
         "output": output,
         **_random(pool),
     }
-    constants = {**_sizes(pool), "R": rows, "BY_KEY": _by_key(pool), "ROUNDS": PHILOX_ROUNDS}
+    constants = {**_sizes(pool, tuning), "R": rows, "BY_KEY": _by_key(pool), "ROUNDS": PHILOX_ROUNDS}
     programs = output.shape[0] * shape.heads * (shape.value_dim // rows)
     return Launch(step_kernel, programs, arguments, constants, _options(1, tuning.fold_registers))
 
@@ -192,7 +194,7 @@ def fold_launch(
         "folds": folds,
     }
     constants = {
-        **_sizes(pool),
+        **_sizes(pool, tuning),
         **_window_sizes(pool),
         "KEY_COPY": _key_copy(pool),
         "R": rows,
@@ -231,7 +233,7 @@ def read_launch(
         "output": output,
     }
     constants = {
-        **_sizes(pool),
+        **_sizes(pool, tuning),
         **_window_sizes(pool),
         "R": rows,
         "SIZE": _power_below(shape.key_dim),
@@ -317,15 +319,17 @@ def _random(pool: LayerPool) -> dict[str, Any]:
     }
 
 
-def _sizes(pool: LayerPool) -> dict[str, Any]:
+def _sizes(pool: LayerPool, tuning: Tuning) -> dict[str, Any]:
     shape = pool.shape
+    lanes = tuning.lanes or lanes_of(shape.key_dim)
     return {
         "H": shape.heads,
         "G": shape.key_heads,
         "V": shape.value_dim,
         "K": shape.key_dim,
         "KP": _power_from(shape.key_dim),
-        "INNER": inner_of(pool.checkpoint.element_size(), shape.key_dim),
+        "LANES": lanes,
+        "INNER": inner_of(pool.checkpoint.element_size(), shape.key_dim, lanes),
         "STORE": store_of(pool.policy.checkpoint),
     }
 
