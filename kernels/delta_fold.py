@@ -16,14 +16,13 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
+from quantlab.kernels.checkpoints import over_rows
 from quantlab.kernels.decode import widened
 from quantlab.kernels.delta_product import product_tile
 from quantlab.kernels.delta_tiles import (
-    by_row,
     copy_tile,
     dense_tile,
     row_sums,
-    row_words,
     store_tile,
     tile_rows,
     tile_vector,
@@ -86,25 +85,12 @@ def step_kernel(
     # The output is read from the state below the token, so that no sum waits for another.
     d = strength * (value - row_sums(state * key))
     result = row_sums(state * query) + d * row_sums(key * query)
-    state += by_row(d) * key
+    state += over_rows(d) * key
     tl.store(output + (b * H + h) * V + row, narrowed(result, output.dtype.element_ty))
-    words = None
-    if STORE.stochastic:
-        words = row_words(
-            h * V + tile * R,
-            slot,
-            store_numbers,
-            sequence_ids,
-            seed,
-            random_stream,
-            R,
-            K,
-            KP,
-            LANES,
-            INNER,
-            ROUNDS,
-        )
-    store_tile(state, checkpoint, checkpoint_scales, first, r, words, K, KP, LANES, INNER, STORE)
+    store_tile(
+        state, checkpoint, checkpoint_scales, first, r, h * V + tile * R, slot, store_numbers, sequence_ids, seed,
+        random_stream, K, KP, LANES, INNER, STORE, ROUNDS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -112,8 +98,8 @@ def viewed_read(
     state, value, strength, key, query, slot, b, h, tile, origin, codes, scales, global_scale, k_buffer, d_buffer,
     log_decay_buffer, q, k, log_decay,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
-    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, INNER: tl.constexpr, BY_KEY: tl.constexpr,
-    KEY_COPY: tl.constexpr,
+    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, INNER: tl.constexpr,
+    BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
 ):  # fmt: skip
     """What the token of a full window reads through the copy (S k from the checkpoint without KEY_COPY) and the
     records' d as they are: its d and the output.
@@ -213,7 +199,7 @@ def fold_tile(
             d = tl.load(beta_buffer + gate) * (record_value - row_sums(state * record_key))
         else:
             d = widened(tl.load(d_buffer + record))
-        state += by_row(d) * record_key
+        state += over_rows(d) * record_key
     state *= step_decay(log_decay, b * H + h, K, KP, LANES, INNER, BY_KEY)
     if KEY_COPY and not RAW:
         d = read_d
@@ -223,14 +209,12 @@ def fold_tile(
         result = viewed_output
     else:
         result = row_sums(state * query) + d * row_sums(key * query)
-    state += by_row(d) * key
+    state += over_rows(d) * key
     tl.store(output + b * (H * V) + row, narrowed(result, output.dtype.element_ty))
-    words = None
-    if STORE.stochastic:
-        words = row_words(
-            first_row, slot, store_numbers, sequence_ids, seed, random_stream, R, K, KP, LANES, INNER, ROUNDS
-        )
-    most = store_tile(state, checkpoint, checkpoint_scales, first, r, words, K, KP, LANES, INNER, STORE)
+    most = store_tile(
+        state, checkpoint, checkpoint_scales, first, r, first_row, slot, store_numbers, sequence_ids, seed,
+        random_stream, K, KP, LANES, INNER, STORE, ROUNDS,
+    )  # fmt: skip
     if largest is not None:
         tl.store(largest + item, most)
 

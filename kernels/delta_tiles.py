@@ -17,9 +17,9 @@ INNER), has an entry for every lane: laid out otherwise than the tile it would b
 import triton
 import triton.language as tl
 
-from quantlab.kernels.checkpoints import rounded_tile
-from quantlab.kernels.decode import e4m3, element_value, widened
-from quantlab.kernels.random import element_words
+from quantlab.kernels.checkpoints import decoded_tile, over_rows
+from quantlab.kernels.checkpoints import store_tile as rounded_store
+from quantlab.kernels.decode import e4m3, widened
 
 
 def lanes_of(key_dim: int) -> int:
@@ -72,94 +72,48 @@ def row_sums(x):
 
 
 @triton.jit
-def by_row(x):
-    """(S, P) to broadcast over a tile."""
-    return x[None, :, :, None, None]
-
-
-@triton.jit
-def to_rows(x, R: tl.constexpr, KP: tl.constexpr):
-    """A tile as (R, KP)."""
-    return tl.reshape(tl.permute(x, (1, 2, 3, 0, 4)), (R, KP))
-
-
-@triton.jit
-def from_rows(x, R: tl.constexpr, KP: tl.constexpr, LANES: tl.constexpr, INNER: tl.constexpr):
-    """The inverse of ``to_rows``."""
-    S: tl.constexpr = 32 // LANES
-    tile = tl.reshape(x, (S, R // S, KP // (LANES * INNER), LANES, INNER))
-    return tl.permute(tile, (3, 0, 1, 2, 4))
-
-
-@triton.jit
 def dense_tile(
     checkpoint, checkpoint_scales, first, r, K: tl.constexpr, KP: tl.constexpr, LANES: tl.constexpr,
     INNER: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """The stored checkpoint's values in rows first + r of all rows (S, H, V)."""
     column = tile_columns(KP, LANES, INNER)
-    at = checkpoint + first * K + (by_row(r) * K + column)
+    at = checkpoint + first * K + (over_rows(r) * K + column)
     if K == KP:
         codes = tl.load(at)
     else:
         codes = tl.load(at, mask=column < K, other=0)
-    if STORE.scale is None:
-        values = widened(codes)
-    else:
-        ELEMENT: tl.constexpr = STORE.element
-        values = element_value(codes, ELEMENT) * by_row(tl.load(checkpoint_scales + first + r))
-    return values
+    row_scales = None
+    if STORE.scale is not None:
+        row_scales = tl.load(checkpoint_scales + first + r)
+    return decoded_tile(codes, row_scales, STORE)
 
 
 @triton.jit
 def store_tile(
-    x, checkpoint, checkpoint_scales, first, r, words, K: tl.constexpr, KP: tl.constexpr, LANES: tl.constexpr,
-    INNER: tl.constexpr, STORE: tl.constexpr,
+    x, checkpoint, checkpoint_scales, first, r, first_row, slot, store_numbers, sequence_ids, seed, stream,
+    K: tl.constexpr, KP: tl.constexpr, LANES: tl.constexpr, INNER: tl.constexpr, STORE: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Round a float32 tile into the checkpoint; returns the largest magnitude of what is stored.
+    """Round a float32 tile into the checkpoint's rows first + r; returns the largest magnitude of what is stored.
 
-    words: (R, KP), for stochastic rounding.
+    Stochastic rounding takes the words of the sequence's value rows first_row + r (of H V) for its next store.
     """
     column = tile_columns(KP, LANES, INNER)
-    at = checkpoint + first * K + (by_row(r) * K + column)
-    if STORE.element is None:
-        codes, values = x, x
-    else:
-        R: tl.constexpr = r.shape[0] * r.shape[1]
-        codes, scales, values = rounded_tile(to_rows(x, R, KP), words, STORE)
-        codes = from_rows(codes, R, KP, LANES, INNER)
-        if STORE.scale is not None:
-            tl.store(checkpoint_scales + first + tl.arange(0, R), scales)
-    if K == KP:
-        tl.store(at, codes)
-    else:
-        tl.store(at, codes, mask=column < K)
-    return tl.max(tl.abs(values))
-
-
-@triton.jit
-def row_words(
-    first_row,
-    slot,
-    store_numbers,
-    sequence_ids,
-    seed,
-    stream,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    LANES: tl.constexpr,
-    INNER: tl.constexpr,
-    ROUNDS: tl.constexpr,
-):
-    """Random words (R, KP) of R value rows from ``first_row`` on (of H V rows of a sequence) for its next store."""
-    r = tile_rows(R, LANES)
-    counter = by_row((first_row + r) * (K // 4)) + tile_columns(KP // 4, LANES, INNER // 4)
-    number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
-    sequence = tl.load(sequence_ids + slot).to(tl.uint32)
-    stream = tl.full((1, 1, 1, 1, 1), stream, tl.int32).to(tl.uint32)
-    words = element_words(counter.to(tl.uint32), number, sequence, stream, tl.load(seed), ROUNDS)
-    return to_rows(words, R, KP)
+    at = checkpoint + first * K + (over_rows(r) * K + column)
+    mask, scales_at = None, None
+    if K < KP:
+        mask = tl.broadcast_to(column < K, x.shape)
+    if STORE.scale is not None:
+        scales_at = checkpoint_scales + first + r
+    counter, number, sequence, key = 0, 0, 0, 0
+    if STORE.stochastic:
+        counter = over_rows((first_row + r) * (K // 4)) + tile_columns(KP // 4, LANES, INNER // 4)
+        counter = counter.to(tl.uint32)
+        number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
+        sequence, key = tl.load(sequence_ids + slot).to(tl.uint32), tl.load(seed)
+        stream = tl.full((1, 1, 1, 1, 1), stream, tl.int32).to(tl.uint32)
+    return rounded_store(at, scales_at, mask, x, counter, number, sequence, stream, key, STORE, ROUNDS)
 
 
 @triton.jit
@@ -172,7 +126,7 @@ def copy_tile(
     codes: int32 words.
     """
     column = tile_columns(KP, LANES, INNER)
-    row, inside = by_row(r), column < K
+    row, inside = over_rows(r), column < K
     words = tl.load(codes + first * (K // 8) + (row * (K // 8) + column // 8), mask=inside, other=0)
     code = ((words >> (4 * (column % 8))) & 15).to(tl.uint32)
     magnitude = ((code & 7) << 22).to(tl.float32, bitcast=True) * TWO_126
