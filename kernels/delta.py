@@ -35,11 +35,13 @@ PRODUCT_WINDOW = 16
 class Tuning:
     """How the kernels of one layer are launched; None where the shape decides.
 
-    read_rows, fold_rows: value rows of a tile.  read_registers, fold_registers: the most a thread may have.
+    step_rows, read_rows, fold_rows: value rows of a tile.  step_registers and its like: the most a thread may have.
     fold_programs: they share the tiles of the rows that flush.  product: whether a fold may be matrix products.
     lanes: of a warp, that share a value row of a dense state.
     """
 
+    step_rows: int | None = None
+    step_registers: int | None = None
     read_rows: int | None = None
     read_registers: int | None = None
     fold_rows: int | None = None
@@ -125,7 +127,7 @@ def step_launch(
     pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor, tuning: Tuning
 ) -> Launch:
     """The state of every row rewritten."""
-    shape, rows = pool.shape, tuning.fold_rows or 16
+    shape, rows = pool.shape, tuning.step_rows or _warp_rows(pool)
     arguments = {
         **_stored(pool),
         "positions": plan.positions,
@@ -136,7 +138,7 @@ def step_launch(
     }
     constants = {**_sizes(pool, tuning), "R": rows, "BY_KEY": _by_key(pool), "ROUNDS": PHILOX_ROUNDS}
     programs = output.shape[0] * shape.heads * (shape.value_dim // rows)
-    return Launch(step_kernel, programs, arguments, constants, _options(1, tuning.fold_registers))
+    return Launch(step_kernel, programs, arguments, constants, _options(1, tuning.step_registers))
 
 
 def scratch_of(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> Scratch:
@@ -262,10 +264,15 @@ def by_product(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> bool:
 
 
 def _fold_rows(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
-    """Sixteen rows a warp.  Products of four warps become asynchronous ones on Blackwell, where Triton 3.7 does not
-    compile this tile's layout.
+    """Of a product sixteen rows a warp.  Products of four warps become asynchronous ones on Blackwell, where Triton 3.7
+    does not compile this tile's layout.
     """
-    return tuning.fold_rows if tuning.fold_rows and by_product(pool, inputs, tuning) else 16
+    return tuning.fold_rows or (16 if by_product(pool, inputs, tuning) else _warp_rows(pool))
+
+
+def _warp_rows(pool: LayerPool) -> int:
+    """Value rows that a warp rewrites at a time; random words take the registers of half of them."""
+    return 8 if pool.policy.checkpoint.stochastic else 16
 
 
 def _fold_programs(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:

@@ -68,7 +68,7 @@ def step_kernel(
     pid = tl.program_id(0)
     b, h, tile = pid // (H * TILES), (pid // TILES) % H, pid % TILES
     position, slot = tl.load(positions + b), tl.load(slots + b).to(tl.int64)
-    # Both, because a slot that decides nothing would be loaded after the other has come.
+    # The slot as well, because one that decides nothing would be loaded after the position has come.
     if (position < 0) | (slot < 0):
         return
     g = h // (H // G)

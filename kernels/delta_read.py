@@ -71,10 +71,10 @@ def read_kernel(
     DENSE: tl.constexpr = not (COPY and KEY_COPY)
     pid = tl.program_id(0)
     b, h, tile = pid // (H * TILES), (pid // TILES) % H, pid % TILES
-    n = tl.load(positions + b)
-    if (n < 0) | (n == L - 1):
+    n, slot = tl.load(positions + b), tl.load(slots + b).to(tl.int64)
+    # The slot as well, because one that decides nothing would be loaded after the position has come.
+    if (n < 0) | (n == L - 1) | (slot < 0):
         return
-    slot = tl.load(slots + b).to(tl.int64)
     r, j, c, g = tl.arange(0, R), tl.arange(0, J), tl.arange(0, 8), h // (H // G)
     head = slot * H + h
     row = tile * R + r
