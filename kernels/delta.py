@@ -16,7 +16,7 @@ from quantlab.kernels import read_copies, target
 from quantlab.kernels.checkpoints import store_of
 from quantlab.kernels.delta_fold import step_kernel, window_fold_kernel
 from quantlab.kernels.delta_read import read_kernel
-from quantlab.kernels.delta_tiles import inner_of, lanes_of
+from quantlab.kernels.delta_tiles import LANES_A_ROW, inner_of
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import Policy
@@ -37,7 +37,7 @@ class Tuning:
 
     step_rows, read_rows, fold_rows: value rows of a tile.  step_registers and its like: the most a thread may have.
     fold_programs: they share the tiles of the rows that flush.  product: whether a fold may be matrix products.
-    lanes: of a warp, that share a value row of a dense state.
+    lanes: of a warp that share a value row of a dense state.
     """
 
     step_rows: int | None = None
@@ -219,9 +219,12 @@ def read_launch(
 ) -> Launch:
     """The reads through the windows that are not full."""
     shape, copy = pool.shape, pool.policy.read_copy is not None
-    rows = tuning.read_rows or _dividing(
-        shape.value_dim, 64 if _key_copy(pool) and shape.key_dim <= 128 else 16
-    )
+    if _key_copy(pool):
+        most = 64 if shape.key_dim <= 128 else 16
+    else:
+        # Of a checkpoint alone as many bytes in flight whatever its format.
+        most = 16 if copy else 64 // pool.checkpoint.element_size()
+    rows = tuning.read_rows or _dividing(shape.value_dim, most)
     arguments = {
         **_copied(pool),
         **_stored(pool),
@@ -328,7 +331,7 @@ def _random(pool: LayerPool) -> dict[str, Any]:
 
 def _sizes(pool: LayerPool, tuning: Tuning) -> dict[str, Any]:
     shape = pool.shape
-    lanes = tuning.lanes or lanes_of(shape.key_dim)
+    lanes = tuning.lanes or LANES_A_ROW
     return {
         "H": shape.heads,
         "G": shape.key_heads,

@@ -8,6 +8,9 @@ LANES INNER n + INNER t + i of row P s + p; what stands behind the key dim is ze
 The compiler gives the threads of a warp to a tile's last axis, as far as its numbers do not fit one load, and then to
 its axes from the first on.  So the axes of the lanes stand first, and a vector along the key dim, (LANES, S, 1, N,
 INNER), has an entry for every lane: laid out otherwise than the tile it would be exchanged on every use.
+
+Sums go axis by axis, and no reshape merges axes before one: where the lanes of the merged axis are no neighbouring bits
+of the lane's number, Triton 3.6 sums over the wrong lanes (triton-lang/triton pull request 9219, which 3.7 has).
 """
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
@@ -21,10 +24,8 @@ from quantlab.kernels.checkpoints import decoded_tile, over_rows
 from quantlab.kernels.checkpoints import store_tile as rounded_store
 from quantlab.kernels.decode import e4m3, widened
 
-
-def lanes_of(key_dim: int) -> int:
-    """LANES for a key dim, a multiple of 32: eight, whose loads of 16 bytes are the 128 of a cache line."""
-    return min(8, key_dim // 4)
+LANES_A_ROW = 8
+"""Loads of 16 bytes by so many lanes are the 128 of a cache line; every key dim has room for them."""
 
 
 def inner_of(itemsize: int, key_dim: int, lanes: int) -> int:
