@@ -16,7 +16,7 @@ from quantlab.kernels import read_copies, target
 from quantlab.kernels.checkpoints import store_of
 from quantlab.kernels.delta_fold import step_kernel, window_fold_kernel
 from quantlab.kernels.delta_read import read_kernel
-from quantlab.kernels.delta_tiles import inner_of
+from quantlab.kernels.delta_tiles import LANES_A_ROW, inner_of
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import Policy
@@ -35,16 +35,20 @@ PRODUCT_WINDOW = 16
 class Tuning:
     """How the kernels of one layer are launched; None where the shape decides.
 
-    read_rows, fold_rows: value rows of a tile.  read_registers, fold_registers: the most a thread may have.
+    step_rows, read_rows, fold_rows: value rows of a tile.  step_registers and its like: the most a thread may have.
     fold_programs: they share the tiles of the rows that flush.  product: whether a fold may be matrix products.
+    lanes: of a warp that share a value row of a dense state.
     """
 
+    step_rows: int | None = None
+    step_registers: int | None = None
     read_rows: int | None = None
     read_registers: int | None = None
     fold_rows: int | None = None
     fold_registers: int | None = None
     fold_programs: int | None = None
     product: bool = True
+    lanes: int | None = None
 
 
 class Launch(NamedTuple):
@@ -123,7 +127,7 @@ def step_launch(
     pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor, tuning: Tuning
 ) -> Launch:
     """The state of every row rewritten."""
-    shape, rows = pool.shape, tuning.fold_rows or 16
+    shape, rows = pool.shape, tuning.step_rows or _warp_rows(pool)
     arguments = {
         **_stored(pool),
         "positions": plan.positions,
@@ -132,9 +136,9 @@ def step_launch(
         "output": output,
         **_random(pool),
     }
-    constants = {**_sizes(pool), "R": rows, "BY_KEY": _by_key(pool), "ROUNDS": PHILOX_ROUNDS}
+    constants = {**_sizes(pool, tuning), "R": rows, "BY_KEY": _by_key(pool), "ROUNDS": PHILOX_ROUNDS}
     programs = output.shape[0] * shape.heads * (shape.value_dim // rows)
-    return Launch(step_kernel, programs, arguments, constants, _options(1, tuning.fold_registers))
+    return Launch(step_kernel, programs, arguments, constants, _options(1, tuning.step_registers))
 
 
 def scratch_of(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> Scratch:
@@ -192,7 +196,7 @@ def fold_launch(
         "folds": folds,
     }
     constants = {
-        **_sizes(pool),
+        **_sizes(pool, tuning),
         **_window_sizes(pool),
         "KEY_COPY": _key_copy(pool),
         "R": rows,
@@ -215,9 +219,12 @@ def read_launch(
 ) -> Launch:
     """The reads through the windows that are not full."""
     shape, copy = pool.shape, pool.policy.read_copy is not None
-    rows = tuning.read_rows or _dividing(
-        shape.value_dim, 64 if _key_copy(pool) and shape.key_dim <= 128 else 16
-    )
+    if _key_copy(pool):
+        most = 64 if shape.key_dim <= 128 else 16
+    else:
+        # Of a checkpoint alone as many bytes in flight whatever its format.
+        most = 16 if copy else 64 // pool.checkpoint.element_size()
+    rows = tuning.read_rows or _dividing(shape.value_dim, most)
     arguments = {
         **_copied(pool),
         **_stored(pool),
@@ -231,7 +238,7 @@ def read_launch(
         "output": output,
     }
     constants = {
-        **_sizes(pool),
+        **_sizes(pool, tuning),
         **_window_sizes(pool),
         "R": rows,
         "SIZE": _power_below(shape.key_dim),
@@ -260,10 +267,15 @@ def by_product(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> bool:
 
 
 def _fold_rows(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
-    """Sixteen rows a warp.  Products of four warps become asynchronous ones on Blackwell, where Triton 3.7 does not
-    compile this tile's layout.
+    """Of a product sixteen rows a warp.  Products of four warps become asynchronous ones on Blackwell, where Triton 3.7
+    does not compile this tile's layout.
     """
-    return tuning.fold_rows if tuning.fold_rows and by_product(pool, inputs, tuning) else 16
+    return tuning.fold_rows or (16 if by_product(pool, inputs, tuning) else _warp_rows(pool))
+
+
+def _warp_rows(pool: LayerPool) -> int:
+    """Value rows that a warp rewrites at a time; random words take the registers of half of them."""
+    return 8 if pool.policy.checkpoint.stochastic else 16
 
 
 def _fold_programs(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
@@ -317,15 +329,17 @@ def _random(pool: LayerPool) -> dict[str, Any]:
     }
 
 
-def _sizes(pool: LayerPool) -> dict[str, Any]:
+def _sizes(pool: LayerPool, tuning: Tuning) -> dict[str, Any]:
     shape = pool.shape
+    lanes = tuning.lanes or LANES_A_ROW
     return {
         "H": shape.heads,
         "G": shape.key_heads,
         "V": shape.value_dim,
         "K": shape.key_dim,
         "KP": _power_from(shape.key_dim),
-        "INNER": inner_of(pool.checkpoint.element_size(), shape.key_dim),
+        "LANES": lanes,
+        "INNER": inner_of(pool.checkpoint.element_size(), shape.key_dim, lanes),
         "STORE": store_of(pool.policy.checkpoint),
     }
 
