@@ -104,13 +104,14 @@ def channel_coefficients(
 ):  # fmt: skip
     """``head_coefficients`` of one head under a decay a key channel.
 
-    Returns coefficients (J,) twice, of the records ``newest_first``; as (1, KP / 4, 4) key and query times the decay of
+    Returns coefficients (J,) twice, of the records ``newest_first``; as (KP / 4, 1, 4) key and query times the decay of
     the state below the window, and the token's log decay.
     """
-    # Records in registers, four channels a lane: decays are then summed without an exchange.
+    # Records in registers, four channels a lane: decays are then summed without an exchange.  The compiler spreads
+    # lanes over the first axis.
     j, g = newest_first(J), h // (H // G)
-    record = j[:, None, None]
-    column = 4 * tl.arange(0, KP // 4)[None, :, None] + tl.arange(0, 4)[None, None, :]
+    record = j[None, :, None]
+    column = channel_columns(KP)
     query, key = entries(q + (b * G + g) * K, column, K), entries(k + (b * G + g) * K, column, K)
     current = entries(log_decay + (b * H + h) * K, column, K)
     whole = current
@@ -125,8 +126,8 @@ def channel_coefficients(
         keys = widened(tl.load(k_buffer + keys_at, mask=(record < n) & (column < K), other=0))
         oldest = log_decay_buffer + (gates + ring_place(origin, slot, 0, RING)) * K + column
         first = tl.load(oldest, mask=(column < K) & (n > 0), other=0)
-        since = tl.cumsum(later, 0)
-        whole = tl.sum(later, 0)[None, :, :] + tl.where(n > 0, first, current)
+        since = tl.cumsum(later, 1)
+        whole = tl.sum(later, 1)[:, None, :] + tl.where(n > 0, first, current)
         keys *= tl.exp(since)
         from_key = channel_sums(keys * key)
         from_query += channel_sums(keys * query)
@@ -140,8 +141,8 @@ def channel_decays(
     J: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """exp of the records' log decays of a full window into output (J, K), for all lanes of this program to read."""
-    record = tl.arange(0, J)[:, None, None]
-    column = 4 * tl.arange(0, KP // 4)[None, :, None] + tl.arange(0, 4)[None, None, :]
+    record = tl.arange(0, J)[None, :, None]
+    column = channel_columns(KP)
     inside = (record < L - 1) & (column < K)
     at = ((slot * H + h) * RING + ring_place(origin, slot, record, RING)) * K + column
     factors = tl.exp(tl.load(log_decay_buffer + at, mask=inside, other=0))
@@ -157,9 +158,15 @@ def newest_first(J: tl.constexpr):
 
 
 @triton.jit
+def channel_columns(KP: tl.constexpr):
+    """0 to KP - 1 as (KP / 4, 1, 4)."""
+    return 4 * tl.arange(0, KP // 4)[:, None, None] + tl.arange(0, 4)[None, None, :]
+
+
+@triton.jit
 def channel_sums(x):
-    """(J, K / 4, 4) -> (J,)."""
-    return tl.sum(tl.sum(x, 2), 1)
+    """(K / 4, J, 4) -> (J,)."""
+    return tl.sum(tl.sum(x, 2), 0)
 
 
 @triton.jit
@@ -241,7 +248,7 @@ def channel_window(
     if (n >= 0) & (n < L - 1):
         slot = tl.load(slots + b).to(tl.int64)
         j, g = newest_first(J), h // (H // G)
-        column = 4 * tl.arange(0, KP // 4)[None, :, None] + tl.arange(0, 4)[None, None, :]
+        column = channel_columns(KP)
         from_key, from_query, key, query, current = channel_coefficients(
             k_buffer, log_decay_buffer, origin, slot, b, h, n, q, k, log_decay, H, G, K, KP, L, J, RING
         )
