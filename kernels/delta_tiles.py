@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.checkpoints import rounded_tile
-from quantlab.kernels.decode import e4m3, element_value, widened
+from quantlab.kernels.copy_tiles import copy_runs
+from quantlab.kernels.decode import element_value, widened
 from quantlab.kernels.random import element_words
 
 
@@ -123,18 +124,8 @@ def row_words(
 def copy_tile(
     codes, scales, global_scale, head, first, r, K: tl.constexpr, KP: tl.constexpr, INNER: tl.constexpr
 ):
-    """The NVFP4 copy's values in rows first + r of all rows, which are of ``head`` of all heads (S, H).
-
-    codes: int32 words.
-    """
-    column = tile_columns(KP, INNER)
-    row, inside = by_row(r), column < K
-    words = tl.load(codes + first * (K // 8) + (row * (K // 8) + column // 8), mask=inside, other=0)
-    code = ((words >> (4 * (column % 8))) & 15).to(tl.uint32)
-    magnitude = ((code & 7) << 22).to(tl.float32, bitcast=True) * TWO_126
-    value = tl.where(code >= 8, -magnitude, magnitude)
-    scale = tl.load(scales + first * (K // 16) + (row * (K // 16) + column // 16), mask=inside, other=0)
-    return value * (e4m3(scale) * tl.load(global_scale + head))
-
-
-TWO_126: tl.constexpr = tl.constexpr(2.0**126)
+    """The read copy's values in rows first + r of all rows, which are of ``head`` of all heads; see ``copy_runs``."""
+    n, lane = tl.arange(0, KP // (4 * INNER)), tl.arange(0, 4)
+    start = 4 * INNER * n[:, None, None, None, None] + INNER * lane[None, None, None, :, None]
+    start = tl.broadcast_to(start, (KP // (4 * INNER), 1, 8, 4, 1))
+    return copy_runs(codes, scales, global_scale, head, first, by_row(r), start, K, INNER)

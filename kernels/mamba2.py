@@ -24,6 +24,7 @@ import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.checkpoints import decoded_tile, store_tile
+from quantlab.kernels.copy_tiles import copy_rows
 from quantlab.kernels.decode import widened
 from quantlab.kernels.packed import (
     HALF_UNIT,
@@ -34,7 +35,6 @@ from quantlab.kernels.packed import (
     product,
     three_parts,
 )
-from quantlab.kernels.plain_copies import packed_values
 
 
 @triton.jit
@@ -165,13 +165,10 @@ def read_copy_kernel(
 def stored_rows(
     checkpoint, checkpoint_scales, state_row, R: tl.constexpr, N: tl.constexpr, STORE: tl.constexpr
 ):
-    """float32 (R, N): value rows from ``state_row`` on, of the checkpoint or of a read copy in its place."""
+    """float32 (R, N): value rows from ``state_row`` on, of the checkpoint or (STORE None) of a copy in its place."""
     column, r = tl.arange(0, N), tl.arange(0, R)
-    if hasattr(STORE, "powers"):
-        scales_at = checkpoint_scales + state_row * (N // 32) + r[:, None] * (N // 32)
-        state = packed_values(
-            checkpoint + state_row * (N // 2) + r[:, None] * (N // 2), scales_at, R, N, STORE
-        )
+    if STORE is None:
+        state = copy_rows(checkpoint, checkpoint_scales, None, 0, state_row, R, N)
     else:
         codes = tl.load(checkpoint + state_row * N + (r[:, None] * N + column[None, :]))
         row_scales = None

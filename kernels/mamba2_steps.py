@@ -11,13 +11,11 @@ from typing import Any
 import torch
 import triton
 
-from quantlab.formats import Format
-from quantlab.kernels import target
+from quantlab.kernels import read_copies, target
 from quantlab.kernels.checkpoints import store_of
 from quantlab.kernels.flush import flush_kernel
 from quantlab.kernels.mamba2 import read_copy_kernel, read_kernel, step_kernel, window_kernel
 from quantlab.kernels.mamba2_drafts import draft_read_copy_kernel, draft_read_kernel, draft_window_kernel
-from quantlab.kernels.plain_copies import copy_store_of, encode_plain
 from quantlab.kernels.scales import global_options, recipe_of
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.drafts import CommitPlan
@@ -59,7 +57,7 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
     stochastic = policy.checkpoint.stochastic
     rows = 16 if shape.key_dim <= 128 else 8
     step = Tiles(_dividing(shape.value_dim, rows), warps=2 if stochastic or policy.checkpoint.recipe else 1)
-    if _on_tensor_cores(policy.read_copy):
+    if read_copies.by_head(policy.read_copy):
         # Of a group's rows in one piece: a tile may hold the end of one head and the beginning of the next.
         group_rows = shape.heads // shape.key_heads * shape.value_dim
         wanted = _dividing(group_rows, 64 if shape.key_dim <= 128 else 32)
@@ -114,8 +112,7 @@ def launch(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Te
         _flush(pool, plan, chosen, inputs, output)
     _read(pool, inputs, plan, output, chosen.read)
     target.together(pool.device)
-    if pool.policy.read_copy is not None and not _on_tensor_cores(pool.policy.read_copy):
-        encode_plain(pool, plan.flush_rows, plan.flush_count, plan.slots)
+    _encode(pool, plan)
 
 
 def _step(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, tiles: Tiles) -> None:
@@ -161,12 +158,11 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
     common = {**sizes, "L": window, "R": tiles.rows, **_options(tiles)}
     programs = batch * heads * shape.value_dim // tiles.rows
     copy = pool.policy.read_copy
-    if not _on_tensor_cores(copy):
-        stored = (
-            (pool.checkpoint, pool.checkpoint_scales) if copy is None else (pool.copy_codes, pool.copy_scales)
-        )
+    if not read_copies.by_head(copy):
+        codes, scales, store = read_copies.dense_of(pool)
         _any(read_kernel)[(programs,)](
-            *stored,
+            codes,
+            scales,
             pool.d_buffer,
             plan.positions,
             plan.slots,
@@ -175,15 +171,12 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
             coefficients,
             decays,
             output,
-            STORE=store_of(pool.policy.checkpoint) if copy is None else copy_store_of(copy),
+            STORE=store,
             **common,
         )
         return
-    assert pool.copy_codes is not None
     _any(read_copy_kernel)[(programs,)](
-        pool.copy_codes.view(torch.int32),
-        pool.copy_scales,
-        pool.copy_global_scale,
+        *read_copies.words_of(pool),
         pool.d_buffer,
         plan.positions,
         plan.slots,
@@ -207,7 +200,7 @@ def _flush(
     with the record of one that stands in the ring.
     """
     shape, tiles, copy = pool.shape, chosen.flush, pool.policy.read_copy
-    copy = copy if _on_tensor_cores(copy) else None
+    copy = copy if read_copies.by_head(copy) else None
     items = plan.slots.shape[0] * shape.heads * (1 if copy is not None else shape.value_dim // tiles.rows)
     token = (None,) * 4 if inputs is None else _token(inputs)
     _any(flush_kernel)[(min(chosen.flush_programs, items),)](
@@ -216,7 +209,7 @@ def _flush(
         plan.slots,
         pool.checkpoint,
         pool.checkpoint_scales,
-        *_words(pool, copy),
+        *((None,) * 3 if copy is None else read_copies.words_of(pool)),
         pool.k_buffer,
         pool.d_buffer,
         pool.log_decay_buffer,
@@ -262,12 +255,12 @@ def verify(pool: LayerPool, tokens: StepInputs, plan: StepPlan, output: torch.Te
         **_options(Tiles(1, warps=4)),
     )
     given = pool.d_buffer, plan.positions, plan.slots, pool.counters.origin, tokens.q, tokens.v
-    if _on_tensor_cores(copy):
+    if read_copies.by_head(copy):
         # More rows would not leave registers for the records and the queries of all tokens.
         tiles = Tiles(_dividing(shape.value_dim, 32 if shape.key_dim <= 128 else 16))
         programs = batch * shape.heads * shape.value_dim // tiles.rows
         _any(draft_read_copy_kernel)[(programs,)](
-            *_words(pool, copy),
+            *read_copies.words_of(pool),
             *given,
             coefficients,
             decays,
@@ -279,19 +272,18 @@ def verify(pool: LayerPool, tokens: StepInputs, plan: StepPlan, output: torch.Te
         )
         return
     tiles = configuration(pool.policy, shape, batch).read
-    stored = (
-        (pool.checkpoint, pool.checkpoint_scales) if copy is None else (pool.copy_codes, pool.copy_scales)
-    )
+    codes, scales, store = read_copies.dense_of(pool)
     programs = batch * shape.heads * shape.value_dim // tiles.rows
     _any(draft_read_kernel)[(programs,)](
-        *stored,
+        codes,
+        scales,
         *given,
         coefficients,
         decays,
         output,
         **sizes,
         R=tiles.rows,
-        STORE=store_of(pool.policy.checkpoint) if copy is None else copy_store_of(copy),
+        STORE=store,
         **_options(tiles),
     )
 
@@ -299,20 +291,14 @@ def verify(pool: LayerPool, tokens: StepInputs, plan: StepPlan, output: torch.Te
 def commit(pool: LayerPool, plan: CommitPlan) -> None:
     """Fold, store and encode the windows that accepted drafts complete."""
     _flush(pool, plan, configuration(pool.policy, pool.shape, plan.slots.shape[0]))
-    if pool.policy.read_copy is not None and not _on_tensor_cores(pool.policy.read_copy):
-        encode_plain(pool, plan.flush_rows, plan.flush_count, plan.slots)
+    _encode(pool, plan)
 
 
-def _on_tensor_cores(copy: Format | None) -> bool:
-    """Whether a read copy is read as packed words on tensor cores, and encoded within the flush."""
-    return copy is not None and copy.name == "nvfp4"
-
-
-def _words(pool: LayerPool, copy: Format | None) -> tuple[torch.Tensor | None, ...]:
-    """The read copy that a flush encodes itself."""
-    if copy is None or pool.copy_codes is None:
-        return None, None, None
-    return pool.copy_codes.view(torch.int32), pool.copy_scales, pool.copy_global_scale
+def _encode(pool: LayerPool, plan: StepPlan | CommitPlan) -> None:
+    """The read copies that a flush does not encode itself."""
+    copy = pool.policy.read_copy
+    if copy is not None and not read_copies.by_head(copy):
+        read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots)
 
 
 def _token(inputs: StepInputs) -> tuple[torch.Tensor, ...]:
