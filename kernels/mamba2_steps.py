@@ -1,7 +1,8 @@
 """Launches of the Mamba-2 decode kernels on a layer's pool: which policies they serve, and in which configuration.
 
 Window 1 is one launch, ``step``.  Longer windows take ``window`` and ``read`` for the rows that do not flush, and
-``flush`` for those that do.  A verification is ``draft_window`` and ``draft_read``, a commit ``flush`` without a token.
+``flush`` for those that do; with flush_read=copy all rows are read before any is stored.  A verification is
+``draft_window`` and ``draft_read``, a commit ``flush`` without a token.
 """
 
 import functools
@@ -81,17 +82,15 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
 
 def served(policy: Policy, shape: StateShape, records: int | None) -> str | None:
     """Why the kernels do not serve a policy that the pool has a layout for, or None."""
-    options, window = policy.options, policy.window
+    window = policy.window
     if shape.value_dim % 16:
         return "a value dim that is no multiple of 16"
     if shape.key_dim < 32 or shape.key_dim & (shape.key_dim - 1):
         return "a key dim that is no power of two from 32 on"
-    if window > 1 and (window < 4 or window & (window - 1)):
-        return "a window that is neither 1 nor a power of two from 4 on"
-    if records not in (None, window if window > 1 else 0):
+    if records not in (None, triton.next_power_of_2(window - 1) if window > 1 else 0):
         return "room for drafts behind the window"
-    if policy.read_copy is not None and options.flush_read != "exact":
-        return f"flush_read={options.flush_read}"
+    if window == 1 and policy.read_copy is not None:
+        return "flush_read=copy with a window of 1"
     return None
 
 
@@ -108,10 +107,14 @@ def launch(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Te
     if pool.policy.window == 1:
         _step(pool, inputs, plan, output, chosen.step)
         return
-    with target.beside(pool.device):
-        _flush(pool, plan, chosen, inputs, output)
-    _read(pool, inputs, plan, output, chosen.read)
-    target.together(pool.device)
+    if _viewed(pool):
+        _read(pool, inputs, plan, output, chosen.read)
+        _flush(pool, plan, chosen, inputs)
+    else:
+        with target.beside(pool.device):
+            _flush(pool, plan, chosen, inputs, output)
+        _read(pool, inputs, plan, output, chosen.read)
+        target.together(pool.device)
     _encode(pool, plan)
 
 
@@ -137,9 +140,10 @@ def _step(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
 def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, tiles: Tiles) -> None:
     shape, window, batch = pool.shape, pool.policy.window, output.shape[0]
     heads, groups = shape.heads, shape.key_heads
-    coefficients = torch.empty((batch, heads, window), dtype=torch.float32, device=pool.device)
+    lanes = triton.next_power_of_2(window)
+    coefficients = torch.empty((batch, heads, lanes), dtype=torch.float32, device=pool.device)
     decays = torch.empty((batch, heads), dtype=torch.float32, device=pool.device)
-    sizes = _sizes(shape)
+    sizes, held = _sizes(shape), {"L": window, "J": lanes, "RING": pool.records, "VIEWED": _viewed(pool)}
     _any(window_kernel)[(batch * groups,)](
         plan.positions,
         plan.slots,
@@ -151,11 +155,11 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
         coefficients,
         decays,
         **{name: sizes[name] for name in ("H", "G", "N")},
-        L=window,
+        **held,
         HEADS=triton.next_power_of_2(heads // groups),
         **_options(Tiles(1)),
     )
-    common = {**sizes, "L": window, "R": tiles.rows, **_options(tiles)}
+    common = {**sizes, **held, "R": tiles.rows, **_options(tiles)}
     programs = batch * heads * shape.value_dim // tiles.rows
     copy = pool.policy.read_copy
     if not read_copies.by_head(copy):
@@ -196,8 +200,8 @@ def _flush(
     inputs: StepInputs | None = None,
     output: torch.Tensor | None = None,
 ) -> None:
-    """Fold, store and, on tensor cores, encode the rows that the plan says; with a token that completes the window, or
-    with the record of one that stands in the ring.
+    """Fold, store and, where heads share a scale, encode the rows that the plan says; with a token that completes the
+    window, or with the record of one that stands in the ring.
     """
     shape, tiles, copy = pool.shape, chosen.flush, pool.policy.read_copy
     copy = copy if read_copies.by_head(copy) else None
@@ -219,6 +223,7 @@ def _flush(
         *_random(pool),
         **_sizes(shape),
         L=pool.policy.window,
+        J=triton.next_power_of_2(pool.policy.window),
         RING=pool.records,
         R=tiles.rows,
         C=tiles.columns,
@@ -292,6 +297,11 @@ def commit(pool: LayerPool, plan: CommitPlan) -> None:
     """Fold, store and encode the windows that accepted drafts complete."""
     _flush(pool, plan, configuration(pool.policy, pool.shape, plan.slots.shape[0]))
     _encode(pool, plan)
+
+
+def _viewed(pool: LayerPool) -> bool:
+    """Whether a flush is read from the copy like any other token, before its store renews that."""
+    return pool.policy.read_copy is not None and pool.policy.options.flush_read == "copy"
 
 
 def _encode(pool: LayerPool, plan: StepPlan | CommitPlan) -> None:
