@@ -140,7 +140,7 @@ def _step(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
 def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, tiles: Tiles) -> None:
     shape, window, batch = pool.shape, pool.policy.window, output.shape[0]
     heads, groups = shape.heads, shape.key_heads
-    lanes = triton.next_power_of_2(window)
+    lanes = _lanes(pool)
     coefficients = torch.empty((batch, heads, lanes), dtype=torch.float32, device=pool.device)
     decays = torch.empty((batch, heads), dtype=torch.float32, device=pool.device)
     sizes, held = _sizes(shape), {"L": window, "J": lanes, "RING": pool.records, "VIEWED": _viewed(pool)}
@@ -223,7 +223,7 @@ def _flush(
         *_random(pool),
         **_sizes(shape),
         L=pool.policy.window,
-        J=triton.next_power_of_2(pool.policy.window),
+        J=_lanes(pool),
         RING=pool.records,
         R=tiles.rows,
         C=tiles.columns,
@@ -297,6 +297,11 @@ def commit(pool: LayerPool, plan: CommitPlan) -> None:
     """Fold, store and encode the windows that accepted drafts complete."""
     _flush(pool, plan, configuration(pool.policy, pool.shape, plan.slots.shape[0]))
     _encode(pool, plan)
+
+
+def _lanes(pool: LayerPool) -> int:
+    """A power of two from the window on."""
+    return 1 << (pool.policy.window - 1).bit_length()
 
 
 def _viewed(pool: LayerPool) -> bool:

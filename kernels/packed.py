@@ -7,6 +7,7 @@ accumulation reads the copy without any further rounding.  Other operands enter 
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
