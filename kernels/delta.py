@@ -92,9 +92,9 @@ def served(policy: Policy, shape: StateShape, records: int | None) -> str | None
     rest = shape.key_dim - _power_below(shape.key_dim)
     if rest and rest != _power_below(rest):
         return "a key dim that is neither a power of two nor the sum of two"
-    if rest and policy.checkpoint.recipe is not None:
+    if rest and policy.checkpoint.recipe is not None and read_copies.by_head(policy.read_copy):
         return "a key dim that is no power of two with a scale a row"
-    return None if policy.read_copy.name == "nvfp4" else f"a read copy of {policy.read_copy.name}"
+    return None
 
 
 def decode_gated_delta(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor) -> None:
@@ -119,7 +119,7 @@ def decode(
     fold_launch(pool, inputs, plan, output, scratch, tuning).run()
     if pool.policy.window > 1:
         read_launch(pool, inputs, plan, output, scratch, tuning).run()
-    if scratch.largest is not None:
+    if pool.policy.read_copy is not None:
         read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots, scratch.largest)
 
 
@@ -162,7 +162,7 @@ def scratch_of(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> Scratch:
         halves=memory(units, 4, shape.key_dim, dtype=torch.float16) if copy else None,
         decays=memory(heads, 2),
         vectors=memory(heads, 2, shape.key_dim) if by_key and dense else None,
-        largest=memory(heads, tiles) if copy else None,
+        largest=memory(heads, tiles) if read_copies.by_head(pool.policy.read_copy) else None,
         factors=factors,
     )
 
@@ -309,9 +309,7 @@ def _stored(pool: LayerPool) -> dict[str, Any]:
 
 
 def _copied(pool: LayerPool) -> dict[str, Any]:
-    codes = pool.copy_codes
-    words = None if codes is None else codes.view(torch.int32)
-    return {"codes": words, "scales": pool.copy_scales, "global_scale": pool.copy_global_scale}
+    return dict(zip(("codes", "scales", "global_scale"), read_copies.words_of(pool), strict=True))
 
 
 def _token(inputs: StepInputs) -> dict[str, Any]:

@@ -30,7 +30,8 @@ import triton.language as tl
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.decode import widened
 from quantlab.kernels.delta_read import copy_operand
-from quantlab.kernels.delta_window import ring_place
+from quantlab.kernels.delta_tiles import copy_tile, row_sums, tile_columns, tile_rows
+from quantlab.kernels.delta_window import entries, ring_place
 from quantlab.kernels.packed import (
     HALF_UNIT,
     LOW_QUERY,
@@ -158,13 +159,19 @@ def window_vectors(
 def copy_along_key(
     words, scales, global_scale, head, first, key, K: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr
 ):
-    """(NVFP4 copy) k in rows first + r of all rows, (R,); key: a pointer to bfloat16."""
+    """(read copy) k in rows first + r of all rows, (R,); key: a pointer to bfloat16."""
     REST: tl.constexpr = K - SIZE
-    r = tl.arange(0, R)
-    total = key_product(copy_operand(words, scales, first, r, 0, SIZE, K, R), key, SIZE)
-    if REST > 0:
-        total += key_product(copy_operand(words, scales, first, r, SIZE, REST, K, R), key + SIZE, REST)
-    return total * (tl.load(global_scale + head) * HALF_UNIT)
+    if global_scale is None:
+        KP: tl.constexpr = SIZE if REST == 0 else 2 * SIZE
+        viewed = copy_tile(words, scales, None, head, first, tile_rows(R), K, KP, 8)
+        total = tl.reshape(row_sums(viewed * entries(key, tile_columns(KP, 8), K)), (R,))
+    else:
+        r = tl.arange(0, R)
+        total = key_product(copy_operand(words, scales, first, r, 0, SIZE, K, R), key, SIZE)
+        if REST > 0:
+            total += key_product(copy_operand(words, scales, first, r, SIZE, REST, K, R), key + SIZE, REST)
+        total *= tl.load(global_scale + head) * HALF_UNIT
+    return total
 
 
 @triton.jit
@@ -188,7 +195,7 @@ def product_tile(
     """Tile ``item`` of the flushing rows: fold, output, store in float32, and the largest stored magnitude.
 
     d are derived again where there is a v_buffer; without one only the token's is missing, whose S' k comes from the
-    NVFP4 copy with KEY_COPY.  The key dim comes in two parts, so that the bfloat16 of only one are in registers at a
+    read copy with KEY_COPY.  The key dim comes in two parts, so that the bfloat16 of only one are in registers at a
     time.
     """
     TILES: tl.constexpr = V // R

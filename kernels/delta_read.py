@@ -3,7 +3,7 @@
     p = S' k        d = beta (v - p)        o = S' q + d (k . q)
 
 with S' k and S' q as in ``delta_window``, whose coefficients a launch before has written.  Both come out of one pass
-over the stored state: of an NVFP4 copy as columns of one matrix product with its codes, which ``packed`` makes an exact
+over the stored state: of a read copy as columns of one matrix product with its codes, which ``packed`` makes an exact
 operand of tensor cores; of the checkpoint as sums of float32 products.
 """
 
@@ -17,8 +17,18 @@ import triton.language as tl
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.decode import widened
 from quantlab.kernels.delta_tiles import dense_tile, row_sums, tile_rows, tile_vector
-from quantlab.kernels.delta_window import column_sums, ring_place
-from quantlab.kernels.packed import HALF_UNIT, LOW_QUERY, half_operand, product
+from quantlab.kernels.delta_window import column_of_key, column_sums, ring_place
+from quantlab.kernels.packed import (
+    BYTE_UNIT,
+    HALF_UNIT,
+    LOW_QUERY,
+    byte_operand,
+    byte_words,
+    half_operand,
+    key_of_byte_column,
+    power_operand,
+    product,
+)
 
 
 @triton.jit
@@ -34,16 +44,48 @@ def copy_operand(
 
 
 @triton.jit
-def copy_product(words, scales, first, r, halves, K: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):
-    """The copy's rows first + r times the columns of ``delta_window.store_halves``: (R, 8)."""
-    c, column = tl.arange(0, 8), tl.arange(0, SIZE)
-    right = tl.load(halves + c[:, None] * K + column[None, :], mask=(c < 4)[:, None], other=0)
-    total = product(copy_operand(words, scales, first, r, 0, SIZE, K, R), tl.trans(right), None)
+def copy_product(
+    words, scales, global_scale, head, first, r, halves, K: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr
+):
+    """The read copy's rows first + r, of ``head``, times the columns of ``delta_window.store_halves``: (R, 8).
+
+    What the copy is its memory says, see ``copy_tiles``.
+    """
+    total = part_product(words, scales, global_scale, first, r, halves, None, 0, SIZE, K, R)
     if SIZE < K:
-        rest = tl.arange(0, K - SIZE)
-        right = tl.load(halves + SIZE + c[:, None] * K + rest[None, :], mask=(c < 4)[:, None], other=0)
-        left = copy_operand(words, scales, first, r, SIZE, K - SIZE, K, R)
+        total = part_product(words, scales, global_scale, first, r, halves, total, SIZE, K - SIZE, K, R)
+    if global_scale is not None:
+        total *= tl.load(global_scale + head) * HALF_UNIT
+    elif scales.dtype.element_ty == tl.float32:
+        total *= (tl.load(scales + first + r) * BYTE_UNIT)[:, None]
+    return total
+
+
+@triton.jit
+def part_product(
+    words, scales, global_scale, first, r, halves, total, START: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr,
+):  # fmt: skip
+    """``copy_product`` of key dims START to START + SIZE, added to total (None: to nothing), in the operand's units."""
+    c, column = tl.arange(0, 8), tl.arange(0, SIZE)
+    if global_scale is None and scales.dtype.element_ty == tl.float32:
+        place = column_of_key(key_of_byte_column(column, SIZE), SIZE)
+        column = tl.max_contiguous(tl.multiple_of(place, 2), 2)
+    right = tl.load(halves + START + c[:, None] * K + column[None, :], mask=(c < 4)[:, None], other=0)
+    if global_scale is not None:
+        total = product(copy_operand(words, scales, first, r, START, SIZE, K, R), tl.trans(right), total)
+    elif scales.dtype.element_ty == tl.float32:
+        word = START // 4 + byte_words(SIZE)
+        tile = tl.load(words + first * (K // 4) + (r[None, :, None, None] * (K // 4) + word))
+        left = byte_operand(tile, R, SIZE)
         total = product(left, tl.trans(right), total)
+    else:
+        word, block = START // 8 + tl.arange(0, SIZE // 8), START // 32 + tl.arange(0, SIZE // 32)
+        tile = tl.load(words + first * (K // 8) + (r[:, None] * (K // 8) + word[None, :]))
+        tile_scales = tl.load(scales + first * (K // 32) + (r[:, None] * (K // 32) + block[None, :]))
+        left, units = power_operand(tile, tile_scales, R, SIZE)
+        part = product(left, tl.trans(right), None) * units[:, None]
+        total = part if total is None else total + part
     return total
 
 
@@ -64,7 +106,7 @@ def read_kernel(
 ):  # fmt: skip
     """Rows that do not flush: output (B, H, V), and d (and v) behind the window.  R value rows of a head a program.
 
-    COPY: whether there is an NVFP4 copy, codes as int32 words.  KEY_COPY: whether it serves S k.  SIZE: the largest
+    COPY: whether there is a read copy, codes as int32 words.  KEY_COPY: whether it serves S k.  SIZE: the largest
     power of two in K.  Coefficients and what follows: what ``head_window`` or ``channel_window`` (BY_KEY) has left.
     """
     TILES: tl.constexpr = V // R
@@ -87,12 +129,10 @@ def read_kernel(
     own = tl.load(window + J + n)
     key_decay, query_decay = tl.load(decays + 2 * (b * H + h)), tl.load(decays + 2 * (b * H + h) + 1)
     if COPY:
-        unit = tl.load(global_scale + head) * HALF_UNIT
         halves_at = halves + (b * H + h if BY_KEY else b * G + g) * (4 * K)
-        total = copy_product(codes, scales, head * V + tile * R, r, halves_at, K, SIZE, R)
+        total = copy_product(codes, scales, global_scale, head, head * V + tile * R, r, halves_at, K, SIZE, R)
         factor = tl.where(c < 2, key_decay if KEY_COPY else 0.0, query_decay)
-        factor = tl.where(c % 2 == 1, factor * LOW_QUERY, factor) * unit
-        total *= factor[None, :]
+        total *= tl.where(c % 2 == 1, factor * LOW_QUERY, factor)[None, :]
     else:
         total = None
     if COPY and d_buffer.dtype.element_ty == tl.bfloat16:

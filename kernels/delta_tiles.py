@@ -22,7 +22,8 @@ import triton.language as tl
 
 from quantlab.kernels.checkpoints import decoded_tile, over_rows
 from quantlab.kernels.checkpoints import store_tile as rounded_store
-from quantlab.kernels.decode import e4m3, widened
+from quantlab.kernels.copy_tiles import copy_runs
+from quantlab.kernels.decode import widened
 
 LANES_A_ROW = 8
 """Loads of 16 bytes by so many lanes are the 128 of a cache line; every key dim has room for them."""
@@ -122,18 +123,6 @@ def copy_tile(
     codes, scales, global_scale, head, first, r, K: tl.constexpr, KP: tl.constexpr, LANES: tl.constexpr,
     INNER: tl.constexpr,
 ):  # fmt: skip
-    """The NVFP4 copy's values in rows first + r of all rows, which are of ``head`` of all heads (S, H).
-
-    codes: int32 words.
-    """
-    column = tile_columns(KP, LANES, INNER)
-    row, inside = over_rows(r), column < K
-    words = tl.load(codes + first * (K // 8) + (row * (K // 8) + column // 8), mask=inside, other=0)
-    code = ((words >> (4 * (column % 8))) & 15).to(tl.uint32)
-    magnitude = ((code & 7) << 22).to(tl.float32, bitcast=True) * TWO_126
-    value = tl.where(code >= 8, -magnitude, magnitude)
-    scale = tl.load(scales + first * (K // 16) + (row * (K // 16) + column // 16), mask=inside, other=0)
-    return value * (e4m3(scale) * tl.load(global_scale + head))
-
-
-TWO_126: tl.constexpr = tl.constexpr(2.0**126)
+    """The read copy's values in rows first + r of all rows, which are of ``head`` of all heads; see ``copy_runs``."""
+    start = INNER * tile_columns(KP // INNER, LANES, 1)
+    return copy_runs(codes, scales, global_scale, head, first, over_rows(r), start, K, INNER)

@@ -53,7 +53,7 @@ def fold_rows(
     """Fold, output, round and store R value rows of a head from ``first`` on; returns the largest |stored|.
 
     weight: (LANES,), of ``record_decays``; tensor cores sum at least 16 products, so LANES may be more than L.
-    Without a token (q None) its record stands in the window, too, and nothing is put out.
+    Without a token (q None) its record stands in the window, too, and nothing is put out; without output neither.
     """
     HELD: tl.constexpr = L if q is None else L - 1
     r, j, c = tl.arange(0, R), tl.arange(0, LANES), tl.arange(0, C)
@@ -95,7 +95,7 @@ def fold_rows(
         quad = quad.to(tl.uint32)
         stored = store_tile(at, scales_at, None, folded, quad, number, sequence, stream, key, STORE, ROUNDS)
         most = tl.maximum(most, stored)
-    if q is not None:
+    if output is not None:
         tl.store(output + (b * H + h) * P + first + r, narrowed(result, output.dtype.element_ty))
     return most
 
@@ -105,14 +105,15 @@ def fold_rows(
 def flush_kernel(
     flush_rows, flush_count, slots, checkpoint, checkpoint_scales, words, scales, global_scale, k_buffer, d_buffer,
     log_decays, origin, q, k, d, log_decay, output, store_numbers, sequence_ids, seed, stream,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, RING: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, STORE: tl.constexpr, ROUNDS: tl.constexpr,
-    GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    RING: tl.constexpr, R: tl.constexpr, C: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, STORE: tl.constexpr,
+    ROUNDS: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of ``flush_rows``.  Programs share the heads of all rows; without a read copy (words None) their tiles.
 
     A token completes the window, or, without one (q to output None), the window is complete and the first L records of
-    a ring of RING are folded, from ``origin`` (S,) on.  origin None: the ring starts at 0.
+    a ring of RING are folded, from ``origin`` (S,) on.  origin None: the ring starts at 0.  output None with a token:
+    it is read elsewhere.  J: a power of two >= L.
 
     R value rows are folded at a time, C columns at a time; all of them (N) where a value row has a scale.  E rows of
     the read copy are encoded at a time.
@@ -121,7 +122,7 @@ def flush_kernel(
     PER_ITEM: tl.constexpr = TILES if words is not None else 1
     PER_HEAD: tl.constexpr = TILES // PER_ITEM
     total = tl.load(flush_count) * (H * PER_HEAD)
-    LANES: tl.constexpr = L if L > 16 else 16
+    LANES: tl.constexpr = J if J > 16 else 16
     j = tl.arange(0, LANES)
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         b, h = tl.load(flush_rows + item // (H * PER_HEAD)), (item // PER_HEAD) % H

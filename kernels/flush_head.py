@@ -86,12 +86,12 @@ def record_weights(
 def flush_head_kernel(
     flush_rows, flush_count, slots, checkpoint, checkpoint_scales, words, scales, global_scale, k_buffer, d_buffer,
     log_decays, origin, q, k, d, log_decay, output, store_numbers, sequence_ids, seed, stream,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, RING: tl.constexpr,
-    RUN: tl.constexpr, STORE: tl.constexpr, ROUNDS: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    RING: tl.constexpr, RUN: tl.constexpr, STORE: tl.constexpr, ROUNDS: tl.constexpr, GLOBAL: tl.constexpr,
+    BLOCK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """As ``flush_kernel``, for bfloat16 records and tokens.  RUN: neighbours of a value row in a lane, 4 to 16."""
-    LANES: tl.constexpr = L if L > 16 else 16
+    LANES: tl.constexpr = J if J > 16 else 16
     total = tl.load(flush_count) * H
     item = tl.program_id(0)
     if item >= total:
@@ -143,7 +143,7 @@ def flush_head_kernel(
         tl.store(state_at, from_rows(stored, P, N, RUN, WARPS))
         if checkpoint_scales is not None:
             tl.store(scales_at, new_scales)
-        if q is not None:
+        if output is not None:
             query_at = q + (b * G + g) * N + lane_offsets(P, N, 0, RUN, WARPS)
             query = to_rows(widened(tl.load(query_at)), P, N, RUN, WARPS)
             result = tl.sum(folded * query, 1)

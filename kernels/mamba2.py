@@ -5,14 +5,15 @@ Layout (S slots, B rows of the batch; ``slots[b]`` is the row's slot, negative f
     checkpoint   (S, H, P, N)            float32, float16, bfloat16
     words        (S, H, P, N / 8)        int32, eight E2M1 codes of the read copy, lowest nibble first
     scales       (S, H, P, N / 16)       uint8 E4M3;  global_scale (S, H) float32
-    k_buffer     (S, G, L, N)            one record of a group is shared by its heads
-    d_buffer     (S, H, L, P)            a head's records are one block of memory
-    log_decays   (S, H, L)               float32
+    k_buffer     (S, G, RING, N)         one record of a group is shared by its heads
+    d_buffer     (S, H, RING, P)         a head's records are one block of memory
+    log_decays   (S, H, RING)            float32
     cursor       (S,) int32              records in the window, 0 to L - 1; L - 1 makes this step a flush
     q, k (B, G, N);  d (B, H, P);  log_decay (B, H);  output (B, H, P)
 
-A layer's step is ``window`` and ``read`` for rows that do not flush, and beside them ``fold`` and ``copies`` for those
-that do.  ``slots`` has what serves all layers before and after a step.
+RING is a power of two from L - 1 on, J one from L on.  A layer's step is ``window`` and ``read`` for rows that do not
+flush, and beside them ``flush`` for those that do; where a flush is read from the copy (VIEWED), too, ``window`` and
+``read`` are for all rows.  ``slots`` has what serves all layers before and after a step.
 """
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
@@ -24,6 +25,7 @@ import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.checkpoints import decoded_tile, store_tile
+from quantlab.kernels.copy_tiles import copy_rows
 from quantlab.kernels.decode import widened
 from quantlab.kernels.packed import (
     HALF_UNIT,
@@ -34,17 +36,17 @@ from quantlab.kernels.packed import (
     product,
     three_parts,
 )
-from quantlab.kernels.plain_copies import packed_values
 from quantlab.kernels.succession import let_follower_begin, wait_for_predecessor
 
 
 @triton.jit
 def window_kernel(
     positions, slots, k_buffer, log_decays, q, k, log_decay, coefficients, decays,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr, OVERLAP: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr, J: tl.constexpr, RING: tl.constexpr,
+    VIEWED: tl.constexpr, HEADS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Once a group, for rows that do not flush: coefficients (B, H, L), what record j is multiplied by, the current
-    token at j = position, zero behind it; decays (B, H) of the state.  Appends key and log decay to the window.
+    """Once a group: coefficients (B, H, J), what record j is multiplied by, the current token at j = position, zero
+    behind it; decays (B, H) of the state.  Appends key and log decay to a window that the token does not fill.
 
     HEADS: a power of two >= H / G.
     """
@@ -52,28 +54,29 @@ def window_kernel(
     b, g = tl.program_id(0) // G, tl.program_id(0) % G
     n = tl.load(positions + b)
     slot = tl.load(slots + b).to(tl.int64)
-    j, column, head = tl.arange(0, L), tl.arange(0, N), tl.arange(0, HEADS)
+    j, column, head = tl.arange(0, J), tl.arange(0, N), tl.arange(0, HEADS)
     inside = head < H // G
     h = g * (H // G) + head
     query = widened(tl.load(q + (b * G + g) * N + column))
     token = tl.load(k + (b * G + g) * N + column)
     current = tl.load(log_decay + b * H + h, mask=inside, other=0).to(tl.float32)
-    if (n < 0) | (n == L - 1):
+    if (n < 0) | (n >= (L if VIEWED else L - 1)):
         return
-    keys_at = k_buffer + (slot * G + g) * (L * N)
+    keys_at = k_buffer + (slot * G + g) * (RING * N)
     keys = widened(tl.load(keys_at + j[:, None] * N + column[None, :], mask=(j < n)[:, None], other=0))
-    gates_at = log_decays + (slot * H + h)[:, None] * L
+    gates_at = log_decays + (slot * H + h)[:, None] * RING
     later = tl.load(gates_at + j[None, :] + 1, mask=(j + 1 < n)[None, :] & inside[:, None], other=0)
-    first = tl.load(log_decays + (slot * H + h) * L, mask=inside & (n > 0), other=0)
+    first = tl.load(log_decays + (slot * H + h) * RING, mask=inside & (n > 0), other=0)
     keys = tl.where((j == n)[:, None], widened(token)[None, :], keys)
     match = tl.sum(keys * query[None, :], 1)
     later = tl.where((j + 1 == n)[None, :], current[:, None], later)
     weight = tl.where((j <= n)[None, :], tl.exp(tl.cumsum(later, 1, reverse=True)), 0.0) * match[None, :]
-    tl.store(coefficients + (b * H + h)[:, None] * L + j[None, :], weight, mask=inside[:, None])
+    tl.store(coefficients + (b * H + h)[:, None] * J + j[None, :], weight, mask=inside[:, None])
     whole = tl.exp(tl.sum(later, 1) + tl.where(n > 0, first, current))
     tl.store(decays + b * H + h, whole, mask=inside)
-    tl.store(keys_at + n * N + column, narrowed(token, k_buffer.dtype.element_ty))
-    tl.store(log_decays + (slot * H + h) * L + n, current, mask=inside)
+    appended = n < L - 1
+    tl.store(keys_at + n * N + column, narrowed(token, k_buffer.dtype.element_ty), mask=appended)
+    tl.store(log_decays + (slot * H + h) * RING + n, current, mask=inside & appended)
 
 
 @triton.jit
@@ -88,10 +91,10 @@ def record_columns(weight, c, first: tl.constexpr):
 @triton.jit
 def read_copy_kernel(
     words, scales, global_scale, d_buffer, positions, slots, q, d, coefficients, decays, output,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    RING: tl.constexpr, VIEWED: tl.constexpr, R: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rows that do not flush, from the NVFP4 copy: output, and the token's d behind the window.
+    """From the NVFP4 copy: output, and the token's d behind a window that it does not fill.
 
     A program takes R consecutive value rows of a group's heads, of two heads at most (R divides (H / G) P, R <= P).
     One product of tensor cores reads the codes along the two parts of the query, another sums the records: columns 0
@@ -104,11 +107,11 @@ def read_copy_kernel(
     pid = tl.program_id(0)
     b, g, first = pid // (G * TILES), (pid // TILES) % G, (pid % TILES) * R
     # Tensor cores sum at least 16 products; what stands behind the window is masked.
-    LANES: tl.constexpr = L if L > 16 else 16
+    LANES: tl.constexpr = J if J > 16 else 16
     r, j, c, column = tl.arange(0, R), tl.arange(0, LANES), tl.arange(0, 8), tl.arange(0, N)
     n = tl.load(positions + b)
     slot = tl.load(slots + b).to(tl.int64)
-    if (n < 0) | (n == L - 1):
+    if (n < 0) | (n >= (L if VIEWED else L - 1)):
         return
     high, low, query_unit = half_query(widened(tl.load(q + (b * G + g) * N + key_of_half_column(column, N))))
     query = tl.where((c == 0)[:, None], high[None, :], 0.0).to(tl.float16)
@@ -122,17 +125,17 @@ def read_copy_kernel(
     tile_scales = tl.load(
         scales + state_row * (N // 16) + (r[:, None] * (N // 16) + tl.arange(0, N // 16)[None, :])
     )
-    records_at = d_buffer + (slot * H + g * (H // G)) * (L * P)
+    records_at = d_buffer + (slot * H + g * (H // G)) * (RING * P)
     if P % R == 0:
-        place = (first // P) * (L * P) + first % P + r
+        place = (first // P) * (RING * P) + first % P + r
     else:
-        place = (row // P) * (L * P) + row % P
+        place = (row // P) * (RING * P) + row % P
     place = tl.max_contiguous(tl.multiple_of(place, 16), 16)  # heads and tiles are multiples of 16 rows
     records = tl.load(records_at + (place[None, :] + j[:, None] * P), mask=(j < n)[:, None], other=0)
     unit = tl.load(global_scale + slot * H + h) * HALF_UNIT * query_unit
     wait_for_predecessor(OVERLAP)
-    weight = tl.load(coefficients + (b * H + h) * L + j, mask=j < L, other=0)
-    own = tl.load(coefficients + (b * H + h) * L + n)
+    weight = tl.load(coefficients + (b * H + h) * J + j, mask=j < J, other=0)
+    own = tl.load(coefficients + (b * H + h) * J + n)
     unit *= tl.load(decays + b * H + h)
     token = tl.load(d + (b * H + g * (H // G)) * P + row)
     weights = record_columns(weight, c, 2)
@@ -142,14 +145,14 @@ def read_copy_kernel(
         # What follows the last head of a group is no head of its own; no row of the tile belongs to it.
         second = tl.minimum(h + 1, g * (H // G) + H // G - 1)
         behind = row >= (first // P + 1) * P
-        second_weight = tl.load(coefficients + (b * H + second) * L + j, mask=j < L, other=0)
+        second_weight = tl.load(coefficients + (b * H + second) * J + j, mask=j < J, other=0)
         weights = tl.where((c < 5)[None, :], weights, record_columns(second_weight, c, 5))
         second_unit = tl.load(global_scale + slot * H + second) * HALF_UNIT * query_unit
         second_unit *= tl.load(decays + b * H + second)
         row_unit = tl.where(behind, second_unit, unit)[:, None]
         factor = tl.where((c[None, :] >= 5) == behind[:, None], 1.0, 0.0)
         factor = tl.where(c[None, :] == 0, row_unit, tl.where(c[None, :] == 1, row_unit * LOW_QUERY, factor))
-        own = tl.where(behind, tl.load(coefficients + (b * H + second) * L + n), own)
+        own = tl.where(behind, tl.load(coefficients + (b * H + second) * J + n), own)
     result = product(half_operand(tile_words, tile_scales, R, N), tl.trans(query), None)
     if d_buffer.dtype.element_ty == tl.bfloat16:
         result = product(tl.trans(records), weights, result)
@@ -162,20 +165,17 @@ def read_copy_kernel(
         result += tl.sum(widened(records) * row_weight, 0)
     result += widened(token) * own
     tl.store(output + (b * H + g * (H // G)) * P + row, narrowed(result, output.dtype.element_ty))
-    tl.store(records_at + place + n * P, narrowed(token, d_buffer.dtype.element_ty))
+    tl.store(records_at + place + n * P, narrowed(token, d_buffer.dtype.element_ty), mask=n < L - 1)
 
 
 @triton.jit
 def stored_rows(
     checkpoint, checkpoint_scales, state_row, R: tl.constexpr, N: tl.constexpr, STORE: tl.constexpr
 ):
-    """float32 (R, N): value rows from ``state_row`` on, of the checkpoint or of a read copy in its place."""
+    """float32 (R, N): value rows from ``state_row`` on, of the checkpoint or (STORE None) of a copy in its place."""
     column, r = tl.arange(0, N), tl.arange(0, R)
-    if hasattr(STORE, "powers"):
-        scales_at = checkpoint_scales + state_row * (N // 32) + r[:, None] * (N // 32)
-        state = packed_values(
-            checkpoint + state_row * (N // 2) + r[:, None] * (N // 2), scales_at, R, N, STORE
-        )
+    if STORE is None:
+        state = copy_rows(checkpoint, checkpoint_scales, None, 0, state_row, R, N)
     else:
         codes = tl.load(checkpoint + state_row * N + (r[:, None] * N + column[None, :]))
         row_scales = None
@@ -188,11 +188,11 @@ def stored_rows(
 @triton.jit
 def read_kernel(
     checkpoint, checkpoint_scales, d_buffer, positions, slots, q, d, coefficients, decays, output,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
-    STORE: tl.constexpr, OVERLAP: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    RING: tl.constexpr, VIEWED: tl.constexpr, R: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rows that do not flush, from the checkpoint, or from a read copy in its place: output, and the token's d behind
-    the window.  R value rows a program, R divides P.
+    """From the checkpoint, or from a read copy in its place: output, and the token's d behind a window that it does not
+    fill.  R value rows a program, R divides P.
     """
     TILES: tl.constexpr = P // R
     pid = tl.program_id(0)
@@ -200,10 +200,10 @@ def read_kernel(
     g = h // (H // G)
     n = tl.load(positions + b)
     slot = tl.load(slots + b).to(tl.int64)
-    column, r, j = tl.arange(0, N), tl.arange(0, R), tl.arange(0, L)
-    if (n < 0) | (n == L - 1):
+    column, r, j = tl.arange(0, N), tl.arange(0, R), tl.arange(0, J)
+    if (n < 0) | (n >= (L if VIEWED else L - 1)):
         return
-    row, record = first + r, (slot * H + h) * (L * P)
+    row, record = first + r, (slot * H + h) * (RING * P)
     state_row = (slot * H + h) * P + first
     state = stored_rows(checkpoint, checkpoint_scales, state_row, R, N, STORE)
     records = tl.load(
@@ -211,14 +211,14 @@ def read_kernel(
     )
     query = widened(tl.load(q + (b * G + g) * N + column))
     wait_for_predecessor(OVERLAP)
-    weight = tl.load(coefficients + (b * H + h) * L + j)
-    own = tl.load(coefficients + (b * H + h) * L + n)
+    weight = tl.load(coefficients + (b * H + h) * J + j)
+    own = tl.load(coefficients + (b * H + h) * J + n)
     token = tl.load(d + (b * H + h) * P + row)
     result = tl.sum(state * query[None, :], 1) * tl.load(decays + b * H + h)
     result += tl.sum(widened(records) * weight[:, None], 0)
     result += widened(token) * own
     tl.store(output + (b * H + h) * P + row, narrowed(result, output.dtype.element_ty))
-    tl.store(d_buffer + record + n * P + row, narrowed(token, d_buffer.dtype.element_ty))
+    tl.store(d_buffer + record + n * P + row, narrowed(token, d_buffer.dtype.element_ty), mask=n < L - 1)
 
 
 # Triton would compile anew for a stream that is a multiple of 16.

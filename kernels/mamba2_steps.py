@@ -1,7 +1,8 @@
 """Launches of the Mamba-2 decode kernels on a layer's pool: which policies they serve, and in which configuration.
 
 Window 1 is one launch, ``step``.  Longer windows take ``window`` and ``read`` for the rows that do not flush, and
-``flush`` for those that do.  A verification is ``draft_window`` and ``draft_read``, a commit ``flush`` without a token.
+``flush`` for those that do; with flush_read=copy all rows are read before any is stored.  A verification is
+``draft_window`` and ``draft_read``, a commit ``flush`` without a token.
 """
 
 import functools
@@ -11,14 +12,12 @@ from typing import Any
 import torch
 import triton
 
-from quantlab.formats import Format
-from quantlab.kernels import target
+from quantlab.kernels import read_copies, target
 from quantlab.kernels.checkpoints import store_of
 from quantlab.kernels.flush import flush_kernel
 from quantlab.kernels.flush_head import flush_head_kernel
 from quantlab.kernels.mamba2 import read_copy_kernel, read_kernel, step_kernel, window_kernel
 from quantlab.kernels.mamba2_drafts import draft_read_copy_kernel, draft_read_kernel, draft_window_kernel
-from quantlab.kernels.plain_copies import copy_store_of, encode_plain
 from quantlab.kernels.scales import global_options, recipe_of
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.drafts import CommitPlan
@@ -67,7 +66,7 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
     stochastic = policy.checkpoint.stochastic
     rows = 16 if shape.key_dim <= 128 else 8
     step = Tiles(_dividing(shape.value_dim, rows), warps=2 if stochastic or policy.checkpoint.recipe else 1)
-    if _on_tensor_cores(policy.read_copy):
+    if read_copies.by_head(policy.read_copy):
         # Of a group's rows in one piece: a tile may hold the end of one head and the beginning of the next.
         group_rows = shape.heads // shape.key_heads * shape.value_dim
         wanted = _dividing(group_rows, 64 if shape.key_dim <= 128 else 32)
@@ -90,7 +89,7 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
     warps = max(4, shape.value_dim // 16, shape.value_dim * shape.key_dim // 2048)  # 64 numbers a lane
     beside = warps * 16 // shape.value_dim  # warps that share a value row
     powers = shape.value_dim & (shape.value_dim - 1) == 0 and shape.value_dim >= 64
-    if _on_tensor_cores(policy.read_copy) and powers and warps <= 8 and shape.key_dim >= 16 * beside:
+    if read_copies.by_head(policy.read_copy) and powers and warps <= 8 and shape.key_dim >= 16 * beside:
         head = Tiles(shape.value_dim, warps=warps, registers=None if stochastic else 168)
         # Beside the reads one block a multiprocessor is best, as long as it does not take longer than they do.
         head_programs *= 2 if stochastic else 1
@@ -99,17 +98,15 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
 
 def served(policy: Policy, shape: StateShape, records: int | None) -> str | None:
     """Why the kernels do not serve a policy that the pool has a layout for, or None."""
-    options, window = policy.options, policy.window
+    window = policy.window
     if shape.value_dim % 16:
         return "a value dim that is no multiple of 16"
     if shape.key_dim < 32 or shape.key_dim & (shape.key_dim - 1):
         return "a key dim that is no power of two from 32 on"
-    if window > 1 and (window < 4 or window & (window - 1)):
-        return "a window that is neither 1 nor a power of two from 4 on"
-    if records not in (None, window if window > 1 else 0):
+    if records not in (None, triton.next_power_of_2(window - 1) if window > 1 else 0):
         return "room for drafts behind the window"
-    if policy.read_copy is not None and options.flush_read != "exact":
-        return f"flush_read={options.flush_read}"
+    if window == 1 and policy.read_copy is not None:
+        return "flush_read=copy with a window of 1"
     return None
 
 
@@ -126,12 +123,15 @@ def launch(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Te
     if pool.policy.window == 1:
         _step(pool, inputs, plan, output, chosen.step)
         return
-    with target.beside(pool.device):
-        _flush(pool, plan, chosen, inputs, output)
-    _read(pool, inputs, plan, output, chosen.read)
-    target.together(pool.device)
-    if pool.policy.read_copy is not None and not _on_tensor_cores(pool.policy.read_copy):
-        encode_plain(pool, plan.flush_rows, plan.flush_count, plan.slots)
+    if _viewed(pool):
+        _read(pool, inputs, plan, output, chosen.read)
+        _flush(pool, plan, chosen, inputs)
+    else:
+        with target.beside(pool.device):
+            _flush(pool, plan, chosen, inputs, output)
+        _read(pool, inputs, plan, output, chosen.read)
+        target.together(pool.device)
+    _encode(pool, plan)
 
 
 def _step(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, tiles: Tiles) -> None:
@@ -155,10 +155,10 @@ def _step(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
 
 def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, tiles: Tiles) -> None:
     shape, window, batch = pool.shape, pool.policy.window, output.shape[0]
-    heads, groups, overlap = shape.heads, shape.key_heads, target.overlaps(pool.device)
-    coefficients = torch.empty((batch, heads, window), dtype=torch.float32, device=pool.device)
+    heads, groups, lanes, overlap = shape.heads, shape.key_heads, _lanes(pool), target.overlaps(pool.device)
+    coefficients = torch.empty((batch, heads, lanes), dtype=torch.float32, device=pool.device)
     decays = torch.empty((batch, heads), dtype=torch.float32, device=pool.device)
-    sizes = _sizes(shape)
+    sizes, held = _sizes(shape), {"L": window, "J": lanes, "RING": pool.records, "VIEWED": _viewed(pool)}
     _any(window_kernel)[(batch * groups,)](
         plan.positions,
         plan.slots,
@@ -170,22 +170,21 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
         coefficients,
         decays,
         **{name: sizes[name] for name in ("H", "G", "N")},
-        L=window,
+        **held,
         HEADS=triton.next_power_of_2(heads // groups),
         OVERLAP=overlap,
         **_options(Tiles(1)),
     )
-    common = {**sizes, "L": window, "R": tiles.rows, "OVERLAP": overlap, **_options(tiles)}
+    common = {**sizes, **held, "R": tiles.rows, "OVERLAP": overlap, **_options(tiles)}
     if overlap:
         common["launch_pdl"] = True
     programs = batch * heads * shape.value_dim // tiles.rows
     copy = pool.policy.read_copy
-    if not _on_tensor_cores(copy):
-        stored = (
-            (pool.checkpoint, pool.checkpoint_scales) if copy is None else (pool.copy_codes, pool.copy_scales)
-        )
+    if not read_copies.by_head(copy):
+        codes, scales, store = read_copies.dense_of(pool)
         _any(read_kernel)[(programs,)](
-            *stored,
+            codes,
+            scales,
             pool.d_buffer,
             plan.positions,
             plan.slots,
@@ -194,15 +193,12 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
             coefficients,
             decays,
             output,
-            STORE=store_of(pool.policy.checkpoint) if copy is None else copy_store_of(copy),
+            STORE=store,
             **common,
         )
         return
-    assert pool.copy_codes is not None
     _any(read_copy_kernel)[(programs,)](
-        pool.copy_codes.view(torch.int32),
-        pool.copy_scales,
-        pool.copy_global_scale,
+        *read_copies.words_of(pool),
         pool.d_buffer,
         plan.positions,
         plan.slots,
@@ -222,11 +218,11 @@ def _flush(
     inputs: StepInputs | None = None,
     output: torch.Tensor | None = None,
 ) -> None:
-    """Fold, store and, on tensor cores, encode the rows that the plan says; with a token that completes the window, or
-    with the record of one that stands in the ring.
+    """Fold, store and, where heads share a scale, encode the rows that the plan says; with a token that completes the
+    window, or with the record of one that stands in the ring.
     """
     shape, copy = pool.shape, pool.policy.read_copy
-    copy = copy if _on_tensor_cores(copy) else None
+    copy = copy if read_copies.by_head(copy) else None
     token = (None,) * 4 if inputs is None else _token(inputs)
     arguments = (
         plan.flush_rows,
@@ -234,7 +230,7 @@ def _flush(
         plan.slots,
         pool.checkpoint,
         pool.checkpoint_scales,
-        *_words(pool, copy),
+        *((None,) * 3 if copy is None else read_copies.words_of(pool)),
         pool.k_buffer,
         pool.d_buffer,
         pool.log_decay_buffer,
@@ -246,6 +242,7 @@ def _flush(
     constants = {
         **_sizes(shape),
         "L": pool.policy.window,
+        "J": _lanes(pool),
         "RING": pool.records,
         "STORE": store_of(pool.policy.checkpoint),
         "ROUNDS": PHILOX_ROUNDS,
@@ -299,12 +296,12 @@ def verify(pool: LayerPool, tokens: StepInputs, plan: StepPlan, output: torch.Te
         **_options(Tiles(1, warps=4)),
     )
     given = pool.d_buffer, plan.positions, plan.slots, pool.counters.origin, tokens.q, tokens.v
-    if _on_tensor_cores(copy):
+    if read_copies.by_head(copy):
         # More rows would not leave registers for the records and the queries of all tokens.
         tiles = Tiles(_dividing(shape.value_dim, 32 if shape.key_dim <= 128 else 16))
         programs = batch * shape.heads * shape.value_dim // tiles.rows
         _any(draft_read_copy_kernel)[(programs,)](
-            *_words(pool, copy),
+            *read_copies.words_of(pool),
             *given,
             coefficients,
             decays,
@@ -316,19 +313,18 @@ def verify(pool: LayerPool, tokens: StepInputs, plan: StepPlan, output: torch.Te
         )
         return
     tiles = configuration(pool.policy, shape, batch).read
-    stored = (
-        (pool.checkpoint, pool.checkpoint_scales) if copy is None else (pool.copy_codes, pool.copy_scales)
-    )
+    codes, scales, store = read_copies.dense_of(pool)
     programs = batch * shape.heads * shape.value_dim // tiles.rows
     _any(draft_read_kernel)[(programs,)](
-        *stored,
+        codes,
+        scales,
         *given,
         coefficients,
         decays,
         output,
         **sizes,
         R=tiles.rows,
-        STORE=store_of(pool.policy.checkpoint) if copy is None else copy_store_of(copy),
+        STORE=store,
         **_options(tiles),
     )
 
@@ -336,13 +332,12 @@ def verify(pool: LayerPool, tokens: StepInputs, plan: StepPlan, output: torch.Te
 def commit(pool: LayerPool, plan: CommitPlan) -> None:
     """Fold, store and encode the windows that accepted drafts complete."""
     _flush(pool, plan, configuration(pool.policy, pool.shape, plan.slots.shape[0]))
-    if pool.policy.read_copy is not None and not _on_tensor_cores(pool.policy.read_copy):
-        encode_plain(pool, plan.flush_rows, plan.flush_count, plan.slots)
+    _encode(pool, plan)
 
 
-def _on_tensor_cores(copy: Format | None) -> bool:
-    """Whether a read copy is read as packed words on tensor cores, and encoded within the flush."""
-    return copy is not None and copy.name == "nvfp4"
+def _lanes(pool: LayerPool) -> int:
+    """A power of two from the window on."""
+    return 1 << (pool.policy.window - 1).bit_length()
 
 
 def _all_bfloat16(*tensors: torch.Tensor | None) -> bool:
@@ -350,11 +345,16 @@ def _all_bfloat16(*tensors: torch.Tensor | None) -> bool:
     return all(tensor is None or tensor.dtype == torch.bfloat16 for tensor in tensors)
 
 
-def _words(pool: LayerPool, copy: Format | None) -> tuple[torch.Tensor | None, ...]:
-    """The read copy that a flush encodes itself."""
-    if copy is None or pool.copy_codes is None:
-        return None, None, None
-    return pool.copy_codes.view(torch.int32), pool.copy_scales, pool.copy_global_scale
+def _viewed(pool: LayerPool) -> bool:
+    """Whether a flush is read from the copy like any other token, before its store renews that."""
+    return pool.policy.read_copy is not None and pool.policy.options.flush_read == "copy"
+
+
+def _encode(pool: LayerPool, plan: StepPlan | CommitPlan) -> None:
+    """The read copies that a flush does not encode itself."""
+    copy = pool.policy.read_copy
+    if copy is not None and not read_copies.by_head(copy):
+        read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots)
 
 
 def _token(inputs: StepInputs) -> tuple[torch.Tensor, ...]:

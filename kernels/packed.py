@@ -1,24 +1,29 @@
-"""Two float16 numbers in one int32: the arithmetic that feeds tensor cores with an NVFP4 read copy.
+"""Two float16 numbers in one int32: the arithmetic that feeds tensor cores with a read copy.
 
-An int32 word holds eight E2M1 codes of one value row, the lowest nibble first.  Code times block scale has at most six
-significant bits, so the product is exact in float16, and a matrix product with float32 accumulation reads the copy
-without any further rounding.  Other operands enter as sums of 16-bit parts.
+An int32 word holds eight E2M1 or four E4M3 codes of one value row, the lowest bits first.  An E2M1 code times its block
+scale has at most six significant bits, so the product is exact in float16, and a matrix product with float32
+accumulation reads the copy without any further rounding.  Other operands enter as sums of 16-bit parts.
 """
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
 
 from quantlab.kernels.arithmetic import INTERPRETED
-from quantlab.kernels.decode import widened
+from quantlab.kernels.decode import e8m0, widened
 
 EIGHTH_BITS: tl.constexpr = tl.constexpr(-0x7F7F7F80)  # 0x80808080
 LOW_BITS: tl.constexpr = tl.constexpr(0x0E0E0E0E)
 TWO_112: tl.constexpr = tl.constexpr(2.0**112)
 TWO_M112: tl.constexpr = tl.constexpr(2.0**-112)
 HALF_LIFT: tl.constexpr = tl.constexpr(0x78007800)  # 2^15, twice
+SIGN_HALVES: tl.constexpr = tl.constexpr(-0x7FFF8000)  # 0x80008000
+MAGNITUDE_HALVES: tl.constexpr = tl.constexpr(0x7F007F00)
+BYTE_UNIT: tl.constexpr = tl.constexpr(2.0**8)
+"""``byte_operand`` holds value * 2^-8."""
 HALF_UNIT: tl.constexpr = tl.constexpr(2.0**7)
 """``half_operand`` holds code * scale * 2^-7."""
 LOW_QUERY: tl.constexpr = tl.constexpr(2.0**-11)
@@ -32,10 +37,58 @@ def half_operand(words, scales, R: tl.constexpr, K: tl.constexpr):
     A code's sign and magnitude bits, moved to where E5M2 keeps its own, spell code * 2^-14; E5M2 is the upper byte of a
     float16.  Times scale * 2^7 the product has at most six significant bits and no bit below 2^-24.
     """
-    BY_LANE: tl.constexpr = K // 32
     scale = scales.to(tl.int32) * 0x00800080  # E4M3 in float16, twice, times 2^-8
     scale = multiply_halves(scale, tl.full(scale.shape, HALF_LIFT, tl.int32))
     scale = tl.reshape(tl.broadcast_to(tl.expand_dims(scale, 2), (R, K // 16, 2)), (R, K // 8))
+    return scaled_halves(words, scale, R, K)
+
+
+@triton.jit
+def power_operand(words, scales, R: tl.constexpr, K: tl.constexpr):
+    """words (R, K / 8) int32 and E8M0 scales (R, K / 32) uint8 -> float16 (R, K) as ``half_operand``, and units (R,).
+
+    A row holds code * scale / unit, its largest scale at 2: exact for scales down to 2^-24 of that, and what smaller
+    ones lose is below 2^-25 of the row's largest code.  A NaN scale makes the unit NaN.
+    """
+    exponents = scales.to(tl.int32)
+    top = tl.max(exponents, 1)
+    halves = tl.maximum(exponents - top[:, None] + 30, 0) * 0x04000400  # 2^15 and less in float16, twice
+    halves = tl.reshape(tl.broadcast_to(tl.expand_dims(halves, 2), (R, K // 32, 4)), (R, K // 8))
+    return scaled_halves(words, halves, R, K), e8m0(top) * 0.5
+
+
+@triton.jit
+def byte_words(K: tl.constexpr):
+    """Which words of a row of K E4M3 codes ``byte_operand`` takes, (n, 1, 4, K / 16 n): four lanes load 64 bytes."""
+    CHUNKS: tl.constexpr = K // 64 if K > 64 else 1
+    BY_LANE: tl.constexpr = K // (16 * CHUNKS)
+    chunk, lane = tl.arange(0, CHUNKS)[:, None, None, None], tl.arange(0, 4)[None, None, :, None]
+    return BY_LANE * (4 * chunk + lane) + tl.arange(0, BY_LANE)[None, None, None, :]
+
+
+@triton.jit
+def byte_operand(words, R: tl.constexpr, K: tl.constexpr):
+    """int32 words (n, R, 4, K / 16 n), as ``byte_words`` says, of four E4M3 codes -> float16 (R, K), columns as
+    ``key_of_byte_column`` says: value * 2^-8.
+    """
+    pairs = tl.join(words << 8, words)  # the upper bytes of halves: codes 0 and 2, 1 and 3
+    pairs = (pairs & SIGN_HALVES) | ((pairs & MAGNITUDE_HALVES) >> 1)
+    pairs = tl.permute(pairs, (1, 0, 3, 2, 4))
+    return halves_of_pairs(tl.reshape(pairs, (R, K // 2)), R, K)
+
+
+@triton.jit
+def key_of_byte_column(column, K: tl.constexpr):
+    """Which key dim entry a column of ``byte_operand`` holds."""
+    BY_LANE: tl.constexpr = 4 if K > 64 else K // 16
+    turn, lane = column // 16, (column // 4) % 4
+    word = BY_LANE * (4 * (turn // BY_LANE) + lane) + turn % BY_LANE
+    return 4 * word + 2 * (column % 2) + (column // 2) % 2
+
+
+@triton.jit
+def scaled_halves(words, scale, R: tl.constexpr, K: tl.constexpr):
+    """float16 (R, K) of E2M1 codes times 2^-14 times the float16 that each word's ``scale`` holds twice."""
     even = ((words << 4) & EIGHTH_BITS) | ((words << 1) & LOW_BITS)
     odd = (words & EIGHTH_BITS) | ((words >> 3) & LOW_BITS)
     first = tl.join(
@@ -47,9 +100,14 @@ def half_operand(words, scales, R: tl.constexpr, K: tl.constexpr):
         multiply_halves(byte_pair(odd, True), scale),
     )
     pairs = tl.reshape(
-        tl.join(first, second), (R, 4, BY_LANE, 2, 2)
+        tl.join(first, second), (R, 4, K // 32, 2, 2)
     )  # row, lane, its word, odd, half of a word
-    pairs = tl.permute(pairs, (0, 2, 1, 3, 4))
+    return halves_of_pairs(tl.permute(pairs, (0, 2, 1, 3, 4)), R, K)
+
+
+@triton.jit
+def halves_of_pairs(pairs, R: tl.constexpr, K: tl.constexpr):
+    """int32 of K / 2 pairs of float16 a row -> (R, K)."""
     elements = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
     return tl.reshape(elements, (R, K)).to(tl.float16, bitcast=True)
 

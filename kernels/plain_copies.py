@@ -1,8 +1,4 @@
-"""Read copies of fp8 and mxfp4: encoded row by row from the stored checkpoint, no row needs another.
-
-fp8 has one scale a value row, as a checkpoint of fp8 has, and is read as one.  mxfp4 has a power of two for 32 values;
-its codes are two a byte, the low nibble the even element.
-"""
+"""Read copies of fp8 and mxfp4: encoded row by row from the stored checkpoint, no row needs another."""
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -19,7 +15,6 @@ from quantlab.formats import Format
 from quantlab.formats.table import Element
 from quantlab.kernels import target
 from quantlab.kernels.checkpoints import decoded_tile, rounded_tile, store_of
-from quantlab.kernels.decode import e8m0, element_value
 from quantlab.kernels.rounding import encode
 from quantlab.kernels.scales import PowerOptions, power_scale, recipe_of
 from quantlab.schemes.pool import LayerPool
@@ -42,17 +37,6 @@ def copy_store_of(copy: Format) -> Any:
     if copy.name == "mxfp4":
         return PackedStore(copy.element, recipe_of(copy).options)  # type: ignore[arg-type]
     return store_of(copy)
-
-
-@triton.jit
-def packed_values(bytes_at, scales_at, R: tl.constexpr, N: tl.constexpr, STORE: tl.constexpr):
-    """float32 (R, N) of an mxfp4 copy, N a power of two: pointers to R rows of N / 2 bytes and of N / 32 scales."""
-    ELEMENT: tl.constexpr = STORE.element
-    pairs = tl.load(bytes_at + tl.arange(0, N // 2)[None, :])
-    codes = tl.reshape(tl.join(pairs & 0xF, pairs >> 4), (R, N))
-    scales = e8m0(tl.load(scales_at + tl.arange(0, N // BLOCK)[None, :]))
-    values = tl.reshape(element_value(codes, ELEMENT), (R, N // BLOCK, BLOCK)) * scales[:, :, None]
-    return tl.reshape(values, (R, N))
 
 
 @triton.jit

@@ -1,4 +1,13 @@
-"""Launches that encode read copies from stored checkpoints."""
+"""Read copies in the kernels: how each format is held, read and encoded.
+
+    format   operand of tensor cores (``packed``)   float32 values   encoded
+    nvfp4    ``half_operand``                       ``copy_tiles``   a whole head, which shares a scale: ``copies``
+    mxfp4    ``power_operand``                      ``copy_tiles``   row by row: ``plain_copies``
+    fp8      ``byte_operand``                       ``copy_tiles``   row by row: ``plain_copies``
+
+What a copy is a kernel sees by its memory.  A further format is a layout in ``quantlab.schemes.pool`` and a line of
+this table.
+"""
 
 from typing import Any
 
@@ -6,8 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
+from quantlab.formats import Format
 from quantlab.kernels import target
-from quantlab.kernels.checkpoints import store_of
+from quantlab.kernels.checkpoints import Store, store_of
 from quantlab.kernels.copies import encode_kernel
 from quantlab.kernels.plain_copies import encode_plain
 from quantlab.kernels.scales import global_options, recipe_of
@@ -17,18 +27,41 @@ PROGRAMS = 4224
 """At most; they share the tiles of all rows among them."""
 
 
-def encode(pool: LayerPool, rows: Tensor, count: Tensor, slots: Tensor, largest: Tensor) -> None:
+def by_head(copy: Format | None) -> bool:
+    """Whether there is a read copy whose values of a head share a scale, so that all of them come before any code."""
+    return copy is not None and copy.name == "nvfp4"
+
+
+def words_of(pool: LayerPool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Codes as int32 words, scales and global scale of the read copy."""
+    codes = pool.copy_codes
+    return None if codes is None else codes.view(torch.int32), pool.copy_scales, pool.copy_global_scale
+
+
+def dense_of(pool: LayerPool) -> tuple[Tensor | None, Tensor | None, Store | None]:
+    """Codes and scales of the read copy and None, or where there is none of the checkpoint, and what its format makes
+    of a tile.
+    """
+    if pool.policy.read_copy is None:
+        return pool.checkpoint, pool.checkpoint_scales, store_of(pool.policy.checkpoint)
+    return pool.copy_codes, pool.copy_scales, None
+
+
+def encode(
+    pool: LayerPool, rows: Tensor, count: Tensor, slots: Tensor, largest: Tensor | None = None
+) -> None:
     """Encode the read copy of the slots ``slots[rows[i]]`` for i below ``count``, from their stored checkpoints.
 
     rows: int32 (B,).  count: int32 (1,).  slots: int32 or int64.  largest: float32 (B, heads, parts), of the magnitudes
     of the checkpoint's values in some parts of each head, row i of it for the i-th of ``rows``; nvfp4 alone needs it.
     """
-    if pool.policy.read_copy is not None and pool.policy.read_copy.name != "nvfp4":
+    if not by_head(pool.policy.read_copy):
         encode_plain(pool, rows, count, slots)
         return
     shape, copy = pool.shape, pool.policy.read_copy
     assert copy is not None
-    assert pool.copy_codes is not None
+    assert largest is not None
+    words, scales, global_scale = words_of(pool)
     # Blocks of 16 lie one behind the other whatever the shape, which the kernel wants to be a power of two wide.
     columns = shape.key_dim if pool.checkpoint_scales is not None else shape.key_dim & -shape.key_dim
     height = shape.value_dim * shape.key_dim // columns
@@ -44,9 +77,9 @@ def encode(pool: LayerPool, rows: Tensor, count: Tensor, slots: Tensor, largest:
         largest,
         pool.checkpoint,
         pool.checkpoint_scales,
-        pool.copy_codes.view(torch.int32),
-        pool.copy_scales,
-        pool.copy_global_scale,
+        words,
+        scales,
+        global_scale,
         H=shape.heads,
         P=height,
         N=columns,

@@ -35,7 +35,7 @@ POLICIES = (
     ("fp8_sr_long_keys", "fp8+sr@1", "mamba2", _LONG_KEYS, ("step",)),
     ("int8_value_dim_80", "int8@1", "mamba2", _ODD_VALUES, ("step",)),
     ("fp32_window", "fp32@16", "mamba2", _NANO, ("flush",)),
-    ("fp8_sr_window", "fp8+sr@16:buffer=bf16", "mamba2", _NANO, ("read", "flush")),
+    ("fp8_sr_window", "fp8+sr@16:buffer=bf16", "mamba2", _NANO, ("flush",)),
     (
         "fp32_nvfp4",
         "fp32/nvfp4@16:buffer=bf16",
@@ -47,7 +47,9 @@ POLICIES = (
     ("fp8_sr_nvfp4", "fp8+sr/nvfp4@16:buffer=bf16", "mamba2", _NANO, ("flush_head", "load", "encode")),
     ("gdn", "fp32/nvfp4@16:buffer=bf16", "gated_delta", _GATED_DELTA, ("window_fold", "read")),
     ("gdn_derived", "fp32/nvfp4@16:buffer=bf16:contents=derived", "gated_delta", _ODD_KEYS, ("window_fold",)),
-    ("kda", "fp32/nvfp4@16:buffer=bf16", "kimi_delta", _KIMI_DELTA, ("window_fold", "read")),
+    ("gdn_mxfp4", "fp16/mxfp4@16:buffer=bf16", "gated_delta", _ODD_KEYS, ("read",)),
+    ("kda", "fp32/nvfp4@16:buffer=bf16", "kimi_delta", _KIMI_DELTA, ("window_fold",)),
+    ("kda_fp8", "fp32/fp8@16:buffer=bf16", "kimi_delta", _KIMI_DELTA, ("read",)),
     ("fp16_mxfp4", "fp16/mxfp4@16:buffer=bf16", "mamba2", _NANO, ("read", "encode_plain")),
     ("fp16_nvfp4_value_dim_80", "fp16/nvfp4@16:buffer=bf16", "mamba2", _ODD_VALUES, ("read_copy", "flush")),
 )

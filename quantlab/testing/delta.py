@@ -1,5 +1,8 @@
 """Probes of the delta rules' kernels for what the pools' conformance suite cannot reach."""
 
+# A jit function returns; a type checker does not know that.
+# pyright: reportGeneralTypeIssues=false
+
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +15,13 @@ from torch import Tensor
 from quantlab.kernels import steps, target
 from quantlab.kernels.delta_product import inverse
 from quantlab.kernels.delta_window import column_of_key
-from quantlab.kernels.packed import key_of_half_column
+from quantlab.kernels.packed import (
+    byte_operand,
+    byte_words,
+    key_of_byte_column,
+    key_of_half_column,
+    power_operand,
+)
 from quantlab.recurrences import StepInputs
 from quantlab.schemes import StateShape
 from quantlab.schemes import steps as reference
@@ -32,6 +41,26 @@ def inverse_kernel(strict, output, J: tl.constexpr, LEVELS: tl.constexpr):
 def column_kernel(output, K: tl.constexpr):
     column = tl.arange(0, K)
     tl.store(output + column, column_of_key(key_of_half_column(column, K), K))
+
+
+@triton.jit
+def byte_kernel(words, output, R: tl.constexpr, K: tl.constexpr):
+    """float32 (R, K) of ``byte_operand``, in the order of the keys."""
+    r = tl.arange(0, R)
+    left = byte_operand(tl.load(words + r[None, :, None, None] * (K // 4) + byte_words(K)), R, K)
+    key = key_of_byte_column(tl.arange(0, K), K)
+    tl.store(output + r[:, None] * K + key[None, :], left.to(tl.float32))
+
+
+@triton.jit
+def power_kernel(words, scales, output, units, R: tl.constexpr, K: tl.constexpr):
+    """float32 (R, K) of ``power_operand``, in the order of the keys, and (R,)."""
+    r, word, block = tl.arange(0, R)[:, None], tl.arange(0, K // 8)[None, :], tl.arange(0, K // 32)[None, :]
+    tile, powers = tl.load(words + r * (K // 8) + word), tl.load(scales + r * (K // 32) + block)
+    left, unit = power_operand(tile, powers, R, K)
+    key = key_of_half_column(tl.arange(0, K), K)
+    tl.store(output + r * K + key[None, :], left.to(tl.float32))
+    tl.store(units + tl.arange(0, R), unit)
 
 
 def inverses(strict: Tensor, implementation: str) -> Tensor:
@@ -58,6 +87,39 @@ def _restored_columns(key_dim: int, device: str) -> numpy.ndarray:
     kernel: Any = column_kernel
     kernel[(1,)](output, K=key_dim, num_warps=1, **target.LAUNCH_OPTIONS)
     return output.cpu().numpy()
+
+
+def byte_operands(codes: Tensor, implementation: str) -> Tensor:
+    """float32 (R, K) that tensor cores take for E4M3 codes uint8 (R, K)."""
+    return _run(_byte_operands, implementation, codes.numpy())
+
+
+def _byte_operands(codes: numpy.ndarray, device: str) -> numpy.ndarray:
+    given = torch.from_numpy(codes).to(device)
+    output = torch.full(given.shape, torch.nan, dtype=torch.float32, device=device)
+    kernel: Any = byte_kernel
+    sizes = {"R": given.shape[0], "K": given.shape[1]}
+    kernel[(1,)](given.view(torch.int32), output, **sizes, num_warps=1, **target.LAUNCH_OPTIONS)
+    return output.cpu().numpy()
+
+
+def power_operands(codes: Tensor, scales: Tensor, implementation: str) -> Tensor:
+    """float32 (R, K + 1): what tensor cores take for packed E2M1 codes uint8 (R, K / 2) under E8M0 scales (R, K / 32),
+    and the unit of each row.
+    """
+    return _run(_power_operands, implementation, codes.numpy(), scales.numpy())
+
+
+def _power_operands(codes: numpy.ndarray, scales: numpy.ndarray, device: str) -> numpy.ndarray:
+    given = torch.from_numpy(codes).to(device)
+    rows, key_dim = given.shape[0], 2 * given.shape[1]
+    output = torch.full((rows, key_dim), torch.nan, dtype=torch.float32, device=device)
+    units = torch.full((rows,), torch.nan, dtype=torch.float32, device=device)
+    kernel: Any = power_kernel
+    powers = torch.from_numpy(scales).to(device)
+    options = {"R": rows, "K": key_dim, "num_warps": 1, **target.LAUNCH_OPTIONS}
+    kernel[(1,)](given.view(torch.int32), powers, output, units, **options)
+    return torch.cat([output, units[:, None]], 1).cpu().numpy()
 
 
 def moved_windows(policy: str, family: str, implementation: str) -> dict[str, tuple[Tensor, Tensor]]:

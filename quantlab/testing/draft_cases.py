@@ -35,6 +35,8 @@ SLOW = [
     _case("fp16+sr/nvfp4@8:buffer=bf16", 5, StateShape(2, 64, 64, 1), token=BF16),
     _case("bf16/fp8@4:buffer=bf16", 2, StateShape(3, 80, 64, 3), token=torch.float32),
     _case("fp32/nvfp4@8:buffer=bf16", 6, StateShape(1, 16, 256, 1)),
+    _case("fp16/nvfp4@6:buffer=bf16:flush_read=copy", 3),
+    _case("fp32/mxfp4@3", 2),
 ]
 """Run in the interpreter in the slow tier."""
 

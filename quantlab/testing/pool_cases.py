@@ -42,6 +42,8 @@ _CHANNELS = StateShape(2, 16, 32, 2)
 DELTA = [
     _case("fp16/nvfp4@4:buffer=bf16:contents=derived", _DELTA, "gated_delta", token=BF16),
     _case("fp16+sr/nvfp4@4:buffer=bf16", _CHANNELS, "kimi_delta"),
+    _case("fp32/mxfp4@4:buffer=bf16:contents=derived", TINY, "gated_delta", token=BF16),
+    _case("fp16/fp8@4:contents=derived", TINY, "kimi_delta"),
 ]
 """The delta rules among them, whose own tests go further."""
 
@@ -63,6 +65,12 @@ SLOW = [
     _case("fp32/mxfp4@16:buffer=bf16", GROUPED, token=BF16),
     _case("fp16+sr/fp8@4:buffer=bf16", GROUPED, token=BF16),
     _case("fp16/nvfp4@4:flush_read=copy"),
+    _case("fp16+sr/nvfp4@5:buffer=bf16:flush_read=copy", TINY, token=BF16),
+    _case("fp32/fp8@3:flush_read=copy", StateShape(2, 48, 32, 1)),
+    _case("fp32@2"),
+    _case("fp16+sr@3:buffer=bf16", GROUPED, token=BF16),
+    _case("fp32/nvfp4@6:buffer=bf16", StateShape(2, 80, 32, 1), token=BF16, foreign=True),
+    _case("fp8/mxfp4@17:buffer=bf16"),
     _case("fp32@1", _DELTA, "gated_delta"),
     _case("fp8+sr/nvfp4@4", _DELTA, "gated_delta"),
     _case("fp32/nvfp4@4:key_read=checkpoint", _DELTA, "gated_delta"),
@@ -71,6 +79,14 @@ SLOW = [
     _case("fp8@1", _DELTA, "gated_delta"),
     _case("bf16+sr@1", _CHANNELS, "kimi_delta"),
     _case("fp32/nvfp4@4:flush_read=copy", _DELTA, "gated_delta"),
+    _case("fp16+sr/mxfp4@4", StateShape(2, 16, 128, 1), "gated_delta"),
+    _case("int8/mxfp4@3:flush_read=copy", StateShape(1, 48, 96, 1), "gated_delta"),
+    _case("fp32/mxfp4@4:key_read=checkpoint:buffer=bf16", _CHANNELS, "kimi_delta", token=BF16),
+    _case("fp32/mxfp4@1:flush_read=copy", _CHANNELS, "kimi_delta"),
+    _case("fp32/fp8@4:buffer=bf16", StateShape(1, 16, 256, 1), "gated_delta", token=BF16),
+    _case("fp32/fp8@4:buffer=bf16:contents=derived", StateShape(1, 48, 96, 1), "gated_delta", token=BF16),
+    _case("fp8+sr/fp8@4:key_read=checkpoint", _DELTA, "gated_delta"),
+    _case("bf16/fp8@4:flush_read=copy:contents=derived", _CHANNELS, "kimi_delta"),
 ]
 """Run in the interpreter in the slow tier."""
 
@@ -83,7 +99,8 @@ _MAMBA2_POLICIES = (
 _DELTA_SHAPES = ((32, 128, 128, 16), (64, 128, 128, 16), (30, 192, 96, 30))
 _DELTA_POLICIES = (
     "fp32@1 fp32@16:buffer=bf16 fp32/nvfp4@16:buffer=bf16 fp32/nvfp4@16:buffer=bf16:contents=derived "
-    "fp16+sr/nvfp4@16:buffer=bf16 fp8+sr/nvfp4@16:buffer=bf16"
+    "fp16+sr/nvfp4@16:buffer=bf16 fp8+sr/nvfp4@16:buffer=bf16 fp16/mxfp4@16:buffer=bf16 "
+    "fp32/mxfp4@16:buffer=bf16:contents=derived fp32/fp8@16:buffer=bf16 fp16/fp8@16:buffer=bf16:contents=derived"
 ).split()
 MODELS = [
     *(_case(p, StateShape(*sizes), token=BF16) for sizes in _MAMBA2_SHAPES for p in _MAMBA2_POLICIES),

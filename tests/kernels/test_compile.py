@@ -62,6 +62,8 @@ WANTED = {
     "_fold": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "gdn_read": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "kda_read": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
+    "gdn_mxfp4_read": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
+    "kda_fp8_read": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "_flush_head": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "_flush": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "_window": {"rounding to 16 or 8 bits"},

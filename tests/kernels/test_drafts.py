@@ -123,7 +123,6 @@ def test_plans_are_not_mixed_up(layer):
 UNSERVED = {
     "nvfp4@4": ("mamba2", SMALL, "what a pool has no layout for"),
     "fp32@1": ("mamba2", SMALL, "drafts behind a window of 1"),
-    "fp32@3": ("mamba2", SMALL, "a window that is neither 1 nor a power of two"),
     "fp32@4": ("gated_delta", SMALL, "drafts of the family gated_delta"),
 }
 

@@ -259,9 +259,8 @@ UNSERVED = {
     "nvfp4@4": ("mamba2", SMALL, "what a pool has no layout for, which takes a checkpoint of fp32"),
     "fp32@4": ("mamba2", StateShape(2, 24, 32, 1), "a value dim that is no multiple of 16"),
     "fp16@4": ("mamba2", StateShape(2, 16, 96, 1), "a key dim that is no power of two"),
-    "fp32@3": ("mamba2", SMALL, "a window that is neither 1 nor a power of two"),
     "fp32@4:flush=early": ("mamba2", SMALL, "which takes flush=full"),
-    "fp32/nvfp4@4:flush_read=copy": ("mamba2", SMALL, "flush_read=copy"),
+    "fp32/nvfp4@1:flush_read=copy": ("mamba2", SMALL, "flush_read=copy with a window of 1"),
 }
 
 
