@@ -38,7 +38,7 @@ from quantlab.kernels.checkpoints import (
 from quantlab.kernels.decode import e2m1, e4m3, element_value, widened
 from quantlab.kernels.delta_systems import keys_of_window
 from quantlab.kernels.delta_window import ring_place
-from quantlab.kernels.nvfp4_encode import encode_blocks
+from quantlab.kernels.nvfp4_encode import LIFT, SMALL, block_scales, e2m1_nearest, quotient
 from quantlab.kernels.packed import product, three_parts
 from quantlab.kernels.random import element_words
 from quantlab.kernels.scales import float_scale
@@ -230,22 +230,54 @@ def general_codes(x, words, STORE: tl.constexpr):
 
 
 @triton.jit
-def encode_lanes(
-    x, shared, code_halves, scale_pairs, head, FIRST: tl.constexpr, V: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
+def block_maxima(pieces, V: tl.constexpr):
+    """Largest magnitudes of the blocks of a whole head (``lanes``): one (4, V, PIECE / 16) for every four pieces.
+
+    Four lanes share a block, so each gets those of another piece's to derive scales from.
+    """
+    found = ()
+    t = tl.arange(0, 4)[:, None, None]
+    for four in tl.static_range(0, len(pieces), 4):
+        amax = tl.zeros((4, V, PIECE // 16), tl.float32)
+        for c in tl.static_range(four, min(four + 4, len(pieces))):
+            blocks = tl.reshape(pieces[c], (V, 4, PIECE // 16, 4))
+            largest = tl.max(tl.max(tl.abs(blocks), 3), 1)
+            amax = tl.where(t == c - four, largest[None, :, :], amax)
+        found = found + (amax,)
+    return found
+
+
+@triton.jit
+def encode_head(
+    pieces, maxima, shared, code_halves, scale_pairs, head, V: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The read copy of a piece of a whole head (``lanes``), from key dim FIRST on.
+    """The read copy of a whole head from its pieces (``lanes``) and their ``block_maxima`` under the global scale.
 
     code_halves: int16, four codes each.  scale_pairs: int16, two scales each.
     """
+    PIECES: tl.constexpr = K // PIECE
     SIXTEENS: tl.constexpr = PIECE // 16
-    blocks = tl.permute(tl.reshape(x, (V, 4, SIXTEENS, 4)), (1, 0, 2, 3))
-    codes, scales = encode_blocks(blocks, shared, BLOCK)
-    t, row, n = tl.arange(0, 4), row_of_lane(V), tl.arange(0, SIXTEENS)
-    halves = tl.sum(codes << (4 * tl.arange(0, 4))[None, None, None, :], 3)
-    inner = row[:, None] * (K // 4) + (4 * n + FIRST // 4)[None, :]
-    tl.store(code_halves + head * (V * K // 4) + (t[:, None, None] + inner[None, :, :]), halves.to(tl.int16))
-    pairs = tl.sum(scales << (8 * n)[None, :], 1)
-    tl.store(scale_pairs + head * (V * K // 32) + row * (K // 32) + FIRST // 32, pairs.to(tl.int16))
+    t, row, n, place = tl.arange(0, 4), row_of_lane(V), tl.arange(0, SIXTEENS), tl.arange(0, 4)
+    lift = tl.where(shared < SMALL, LIFT, 1.0)
+    inner = row[:, None] * (K // 4) + 4 * n[None, :]
+    half_at = code_halves + head * (V * K // 4) + (t[:, None, None] + inner[None, :, :])
+    pair_at = scale_pairs + head * (V * K // 32) + row[None, :] * (K // 32) + t[:, None]
+    for four in tl.static_range(0, PIECES, 4):
+        scales, divisors, inverses = block_scales(maxima[four // 4] * lift, shared, lift, BLOCK)
+        pairs = tl.sum(scales << (8 * n)[None, None, :], 2)
+        tl.store(pair_at + four, pairs.to(tl.int16), mask=(t < PIECES - four)[:, None])
+        for c in tl.static_range(four, min(four + 4, PIECES)):
+            own = (t == c - four)[:, None, None]
+            divisor = tl.sum(tl.where(own, divisors, 0.0), 0)
+            inverse = tl.sum(tl.where(own, inverses, 0.0), 0)
+            blocks = tl.permute(tl.reshape(pieces[c], (V, 4, SIXTEENS, 4)), (1, 0, 2, 3))
+            if shared < SMALL:  # remainders would be subnormal
+                blocks *= LIFT
+            divisor = tl.broadcast_to(divisor[None, :, :, None], blocks.shape)
+            inverse = tl.broadcast_to(inverse[None, :, :, None], blocks.shape)
+            codes = e2m1_nearest(quotient(blocks, divisor, inverse), blocks)
+            halves = tl.sum(codes << (4 * place)[None, None, None, :], 3)
+            tl.store(half_at + c * (PIECE // 4), halves.to(tl.int16))
 
 
 @triton.jit
@@ -346,17 +378,19 @@ def fold_item(
     counter = (h * V + tile * R) * (K // 4)
     lanes = stored_rows(lanes, checkpoint, checkpoint_scales, first, counter, names, R, K, STORE, ROUNDS)
     if code_halves is not None:
-        most = tl.zeros((R, PIECE), tl.float32)
-        for c in tl.static_range(PIECES):
-            most = tl.maximum(most, tl.abs(lanes[c]))
-        most = tl.max(most)
         if R < V:
-            tl.store(largest + item, most)
-        else:
-            shared, _ = float_scale(most, 1.0, GLOBAL)
-            tl.store(global_scale + head, shared)
+            most = tl.zeros((R, PIECE), tl.float32)
             for c in tl.static_range(PIECES):
-                encode_lanes(lanes[c], shared, code_halves, scale_pairs, head, c * PIECE, V, K, BLOCK)
+                most = tl.maximum(most, tl.abs(lanes[c]))
+            tl.store(largest + item, tl.max(most))
+        else:
+            maxima = block_maxima(lanes, V)
+            most = maxima[0]
+            for four in tl.static_range(1, len(maxima)):
+                most = tl.maximum(most, maxima[four])
+            shared, _ = float_scale(tl.max(most), 1.0, GLOBAL)
+            tl.store(global_scale + head, shared)
+            encode_head(lanes, maxima, shared, code_halves, scale_pairs, head, V, K, BLOCK)
 
 
 # Triton would compile anew for a stream that is a multiple of 16.
