@@ -23,7 +23,7 @@ same numbers as (R, PIECE), rows ordered s, warp, p and columns t, sixteen, plac
 import triton
 import triton.language as tl
 
-from quantlab.kernels.arithmetic import narrowed
+from quantlab.kernels.arithmetic import INTERPRETED, narrowed
 from quantlab.kernels.checkpoints import (
     decoded_tile,
     distance,
@@ -97,6 +97,16 @@ def piece_of_lanes(x, R: tl.constexpr):
 
 
 @triton.jit
+def decoded_piece(codes, row_scales, R: tl.constexpr, STORE: tl.constexpr):
+    """A stored piece's float32 values; row_scales (R,) in the order of ``lanes``, None where the format has none."""
+    if STORE.scale is None:
+        values = widened(codes)
+    else:
+        values = piece_of_lanes(decoded_tile(lanes_of_piece(codes, R), row_scales, STORE), R)
+    return values
+
+
+@triton.jit
 def operand(x, R: tl.constexpr):
     """A stored piece as (warps, 16, PIECE), columns as ``key_of_place`` says."""
     x = tl.reshape(x, (4, 8, R // 16, 2, PIECE // 16, 2, 2))
@@ -108,6 +118,25 @@ def piece_of_operand(x, R: tl.constexpr):
     """The inverse."""
     x = tl.reshape(x, (R // 16, 2, 8, PIECE // 16, 2, 4, 2))
     return tl.reshape(tl.permute(x, (5, 2, 0, 1, 3, 4, 6)), (4, 8, R // 16, 2, PIECE // 16, 4))
+
+
+@triton.jit
+def afresh(codes):
+    """``codes`` as something that the compiler does not know (the grid has one dimension), so that what was made of
+    them need not stay in registers.
+    """
+    if not INTERPRETED:
+        BYTES: tl.constexpr = codes.dtype.primitive_bitwidth // 8
+        if BYTES < 4:
+            codes = tl.inline_asm_elementwise(
+                "{ .reg .b32 zero; mov.u32 zero, %ctaid.z; xor.b32 $0, $1, zero; }",
+                "=r,r",
+                [codes],
+                codes.dtype,
+                is_pure=True,
+                pack=4 // BYTES,
+            )
+    return codes
 
 
 @triton.jit
@@ -210,11 +239,9 @@ def stored_rows(
                     codes, values = general_codes(x, words, STORE)
             else:
                 codes, values = general_codes(x, words, STORE)
-            if STORE.scale is not None:
-                values = values * scales[:, None]
         tl.store(at + c * PIECE, piece_of_lanes(codes, R))
-        found = found + (values,)
-    return found
+        found = found + (codes,)
+    return found, scales
 
 
 @triton.jit
@@ -230,7 +257,7 @@ def general_codes(x, words, STORE: tl.constexpr):
 
 
 @triton.jit
-def block_maxima(pieces, V: tl.constexpr):
+def block_maxima(pieces, row_scales, V: tl.constexpr, STORE: tl.constexpr):
     """Largest magnitudes of the blocks of a whole head (``lanes``): one (4, V, PIECE / 16) for every four pieces.
 
     Four lanes share a block, so each gets those of another piece's to derive scales from.
@@ -240,7 +267,7 @@ def block_maxima(pieces, V: tl.constexpr):
     for four in tl.static_range(0, len(pieces), 4):
         amax = tl.zeros((4, V, PIECE // 16), tl.float32)
         for c in tl.static_range(four, min(four + 4, len(pieces))):
-            blocks = tl.reshape(pieces[c], (V, 4, PIECE // 16, 4))
+            blocks = tl.reshape(decoded_tile(pieces[c], row_scales, STORE), (V, 4, PIECE // 16, 4))
             largest = tl.max(tl.max(tl.abs(blocks), 3), 1)
             amax = tl.where(t == c - four, largest[None, :, :], amax)
         found = found + (amax,)
@@ -249,7 +276,8 @@ def block_maxima(pieces, V: tl.constexpr):
 
 @triton.jit
 def encode_head(
-    pieces, maxima, shared, code_halves, scale_pairs, head, V: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
+    pieces, row_scales, maxima, shared, code_halves, scale_pairs, head, V: tl.constexpr, K: tl.constexpr,
+    STORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The read copy of a whole head from its pieces (``lanes``) and their ``block_maxima`` under the global scale.
 
@@ -270,7 +298,8 @@ def encode_head(
             own = (t == c - four)[:, None, None]
             divisor = tl.sum(tl.where(own, divisors, 0.0), 0)
             inverse = tl.sum(tl.where(own, inverses, 0.0), 0)
-            blocks = tl.permute(tl.reshape(pieces[c], (V, 4, SIXTEENS, 4)), (1, 0, 2, 3))
+            values = decoded_tile(afresh(pieces[c]), row_scales, STORE)
+            blocks = tl.permute(tl.reshape(values, (V, 4, SIXTEENS, 4)), (1, 0, 2, 3))
             if shared < SMALL:  # remainders would be subnormal
                 blocks *= LIFT
             divisor = tl.broadcast_to(divisor[None, :, :, None], blocks.shape)
@@ -324,13 +353,10 @@ def fold_item(
             column = key_of_place(tl.arange(0, PIECE)) + c * PIECE
             keys = keys + (keys_of_window(k_buffer, origin, slot, b, g, k, column, G, K, L, J, RING),)
 
-    states, predicted = (), None
-    for c in tl.static_range(PIECES):
-        lanes = decoded_tile(lanes_of_piece(stored[c], R), row_scales, STORE)
-        state = operand(piece_of_lanes(lanes, R), R)
-        states = states + (state,)
-        if RAW or not KEY_COPY:
-            high, middle, low = three_parts(state)
+    predicted = None
+    if RAW or not KEY_COPY:
+        for c in tl.static_range(PIECES):
+            high, middle, low = three_parts(operand(decoded_piece(stored[c], row_scales, R, STORE), R))
             if BY_KEY:
                 right = tl.trans(wide_keys(before_at, L, K, J, c * PIECE))
                 predicted = wide_product(high, middle, low, right, predicted)
@@ -355,12 +381,14 @@ def fold_item(
     high, middle, low = three_parts(wide_product(high, middle, low, matrix, None))
     pieces = ()
     for c in tl.static_range(PIECES):
+        state = decoded_piece(afresh(stored[c]), row_scales, R, STORE)
         if BY_KEY:
             decay = tl.load(gammas + flush * K + (piece_columns(R) + c * PIECE))
-            state = operand(piece_of_operand(states[c], R) * decay, R)
-            state = wide_product(high, middle, low, wide_keys(after_at, L, K, J, c * PIECE), state)
+            state = wide_product(
+                high, middle, low, wide_keys(after_at, L, K, J, c * PIECE), operand(state * decay, R)
+            )
         else:
-            state = exact_product(high, middle, low, keys[c], states[c] * whole)
+            state = exact_product(high, middle, low, keys[c], operand(state * whole, R))
         pieces = pieces + (piece_of_operand(state, R),)
     result = tl.zeros((4, 8, R // 16, 2), tl.float32)
     lanes = ()
@@ -376,21 +404,23 @@ def fold_item(
     stream = tl.full((1, 1), random_stream, tl.int32).to(tl.uint32)
     names = (number, sequence, stream, tl.load(seed))
     counter = (h * V + tile * R) * (K // 4)
-    lanes = stored_rows(lanes, checkpoint, checkpoint_scales, first, counter, names, R, K, STORE, ROUNDS)
+    lanes, row_scales = stored_rows(lanes, checkpoint, checkpoint_scales, first, counter, names, R, K, STORE, ROUNDS)
     if code_halves is not None:
         if R < V:
             most = tl.zeros((R, PIECE), tl.float32)
             for c in tl.static_range(PIECES):
-                most = tl.maximum(most, tl.abs(lanes[c]))
+                most = tl.maximum(most, tl.abs(decoded_tile(lanes[c], row_scales, STORE)))
             tl.store(largest + item, tl.max(most))
         else:
-            maxima = block_maxima(lanes, V)
+            maxima = block_maxima(lanes, row_scales, V, STORE)
             most = maxima[0]
             for four in tl.static_range(1, len(maxima)):
                 most = tl.maximum(most, maxima[four])
             shared, _ = float_scale(tl.max(most), 1.0, GLOBAL)
             tl.store(global_scale + head, shared)
-            encode_head(lanes, maxima, shared, code_halves, scale_pairs, head, V, K, BLOCK)
+            encode_head(
+                lanes, row_scales, maxima, shared, code_halves, scale_pairs, head, V, K, STORE, BLOCK
+            )
 
 
 # Triton would compile anew for a stream that is a multiple of 16.
