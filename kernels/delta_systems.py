@@ -158,13 +158,12 @@ def record_columns(KP: tl.constexpr):
 
 @triton.jit
 def next_token(keys, before, number, log_decay, key, record):
-    """``keys`` decayed by one token, whose key then stands at its number; the product of all decays; the token's
-    scores, along each earlier key.
+    """The keys of earlier tokens decayed by one token more; the product of all decays; and the token's scores along
+    all keys, of which those along earlier ones count.
     """
     factor = tl.exp(log_decay)
-    keys *= factor
-    scores = tl.sum(tl.sum(tl.sum(keys * key, 4), 3), 0)
-    return tl.where(record == number, key, keys), before * factor, scores
+    keys *= tl.where(record < number, factor, 1.0)
+    return keys, before * factor, tl.sum(tl.sum(tl.sum(keys * key, 4), 3), 0)
 
 
 @triton.jit
@@ -190,7 +189,12 @@ def channel_system(
     before_at, after_at = keys_before + item * (J * K), keys_after + item * (J * K)
     strength = widened(tl.load(beta + b * H + h))
     strengths = window_strengths(beta_buffer, origin, slot, h, strength, H, L, J, RING)
-    keys = tl.zeros((8, 4, J // 4, KP // 32, 4), tl.float32)
+    inside = (record < L - 1) & (column < K)
+    places = ring_place(origin, slot, record, RING)
+    keys = widened(tl.load(k_buffer + ((slot * G + g) * RING + places) * K + column, mask=inside, other=0))
+    # All of a window's log decays at once, too: the loop then finds them in the cache.
+    gates = tl.load(log_decay_buffer + (head * RING + places) * K + column, mask=inside, other=0)
+    whole = tl.sum(tl.sum(gates, 2), 1)[:, None, None, :, :]
     before = tl.full((8, 4, 1, KP // 32, 4), 1.0, tl.float32)
     for number in range(L - 1):
         place = ring_place(origin, slot, number, RING)
@@ -201,11 +205,12 @@ def channel_system(
         tl.store(before_at + number * K + column, key * before, mask=first)
     gate = entries(log_decay + (b * H + h) * K, column, K)
     key = entries(k + (b * G + g) * K, column, K)
+    keys = tl.where(record == L - 1, key, keys)
     keys, before, scores = next_token(keys, before, L - 1, gate, key, record)
     tl.store(system + (L - 1) * J + row, scores)
     tl.store(before_at + (L - 1) * K + column, key * before, mask=first)
     tl.store(after_at + record * K + column, keys, mask=column < K)
-    tl.store(gammas + item * K + column, before, mask=first)
+    tl.store(gammas + item * K + column, tl.exp(whole + gate), mask=first)
     tl.debug_barrier()  # other lanes read the scores than stored them
     i, j = tl.arange(0, J)[:, None], tl.arange(0, J)[None, :]
     scores = tl.load(system + (i * J + j), mask=(j < i) & (i < L), other=0)
