@@ -304,9 +304,7 @@ def read_launch(
         "slots": plan.slots,
         "origin": _origin(pool),
         **{name: value for name, value in _token(inputs).items() if name != "log_decay"},
-        **{
-            name: getattr(scratch, name) for name in ("coefficients", "parts", "halves", "decays", "vectors")
-        },
+        **{name: getattr(scratch, name) for name in ("coefficients", "parts", "halves", "decays", "vectors")},
         "output": output,
     }
     constants = {

@@ -108,7 +108,15 @@ def window_decays(
 
 @triton.jit
 def window_strengths(
-    beta_buffer, origin, slot, h, strength, H: tl.constexpr, L: tl.constexpr, J: tl.constexpr, RING: tl.constexpr
+    beta_buffer,
+    origin,
+    slot,
+    h,
+    strength,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    J: tl.constexpr,
+    RING: tl.constexpr,
 ):
     """beta (J,) of a full window and the token, zero behind; without a beta_buffer the token's alone."""
     j = tl.arange(0, J)
