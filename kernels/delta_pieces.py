@@ -33,6 +33,7 @@ from quantlab.kernels.nvfp4_encode import LIFT, SMALL, block_scales, e2m1_neares
 from quantlab.kernels.random import element_words
 
 PIECE: tl.constexpr = tl.constexpr(32)
+LEAST_SCALE: tl.constexpr = tl.constexpr(2.0**-100)
 
 
 @triton.jit
@@ -147,13 +148,17 @@ def stored_rows(
             bits = tl.maximum(bits, tl.max(pieces[c].to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
         scales = scale_of_bits(bits, OPTIONS)
         tl.store(checkpoint_scales + first + row_of_lane(R), scales)
-        scaled = ()
-        for c in tl.static_range(PIECES):
-            scaled += (row_quotients(pieces[c], scales),)
-        pieces = scaled
     QUICK: tl.constexpr = STORE.stochastic and hasattr(ELEMENT, "exponent_bits")
     ordinary = True
-    if QUICK:
+    if QUICK and STORE.scale is not None:
+        # What quick_codes asks of quotients, which saturate; a scale that is NaN or too small for this fails.
+        SMALLEST: tl.constexpr = 2.0**ELEMENT.min_exponent
+        least = tl.full((R, PIECE), float("inf"), tl.float32)
+        for c in tl.static_range(PIECES):
+            least = tl.minimum(least, tl.abs(pieces[c]))
+        large = (tl.min(least, 1) >= scales * SMALLEST) & (scales >= LEAST_SCALE)
+        ordinary = tl.min(large.to(tl.int32)) > 0
+    elif QUICK:
         beyond = tl.zeros((R, PIECE), tl.uint32)
         for c in tl.static_range(PIECES):
             beyond = tl.maximum(beyond, distance(saturated(pieces[c], ELEMENT), ELEMENT))
@@ -164,6 +169,8 @@ def stored_rows(
     quad = counter + quad + (4 * (inner % (PIECE // 16)) + inner // (PIECE // 16))
     for c in tl.static_range(PIECES):
         x = pieces[c]
+        if STORE.scale is not None:
+            x = row_quotients(x, scales)
         if STORE.element is None:
             codes = x
         else:
