@@ -11,7 +11,7 @@ s, warp, p and columns t, sixteen, place.
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
+# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false, reportArgumentType=false
 
 import triton
 import triton.language as tl

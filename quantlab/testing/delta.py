@@ -1,5 +1,8 @@
 """Probes of the delta rules' kernels for what the pools' conformance suite cannot reach."""
 
+# A jit function returns; a type checker does not know that.
+# pyright: reportGeneralTypeIssues=false
+
 from dataclasses import replace
 from typing import Any
 
