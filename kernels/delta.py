@@ -1,9 +1,10 @@
 """Launches of the decode kernels of gated_delta and kimi_delta on a layer's pool: which policies they serve, and how.
 
-A layer's step is at most three launches: the folds of the rows whose window is full, beside the coefficients of the
-other rows' windows; the reads of these; and the read copy of what was folded.  With window 1 and no read copy it is
-one, which rewrites the state.  ``delta_window``, ``delta_read``, ``delta_fold`` and ``delta_product`` have the
-mathematics.
+A layer's step is at most three launches.  Where a fold is matrix products: what the windows give, coefficients or the
+systems of those that are full; the folds of these with their read copies; and the reads of the others.  Elsewhere: the
+folds of the rows whose window is full, beside the coefficients of the other rows' windows; the reads of these; and the
+read copy of what was folded.  With window 1 and no read copy it is one, which rewrites the state.  ``delta_window``,
+``delta_read``, ``delta_fold``, ``delta_systems`` and ``delta_product`` have the mathematics.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from torch import Tensor
 from quantlab.kernels import read_copies, target
 from quantlab.kernels.checkpoints import store_of
 from quantlab.kernels.delta_fold import step_kernel, window_fold_kernel
+from quantlab.kernels.delta_product import product_fold_kernel
 from quantlab.kernels.delta_read import read_kernel
 from quantlab.kernels.delta_tiles import LANES_A_ROW, inner_of
+from quantlab.kernels.scales import global_options, recipe_of
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import Policy
@@ -27,6 +30,8 @@ from quantlab.schemes.store import CHECKPOINT_PART
 PHILOX_ROUNDS = 10
 LARGEST_WINDOW = 64
 """A window's keys stay in the registers of one warp."""
+MULTIPROCESSORS = 132
+"""Of an H200."""
 PRODUCT_WINDOW = 16
 """Records and token that one tile of a matrix product holds."""
 
@@ -36,8 +41,8 @@ class Tuning:
     """How the kernels of one layer are launched; None where the shape decides.
 
     step_rows, read_rows, fold_rows: value rows of a tile.  step_registers and its like: the most a thread may have.
-    fold_programs: they share the tiles of the rows that flush.  product: whether a fold may be matrix products.
-    lanes: of a warp that share a value row of a dense state.
+    fold_programs: they share the tiles of the rows that flush.  product: whether a fold may be matrix products, whose
+    systems ``system_programs`` share.  lanes: of a warp that share a value row of a dense state.
     """
 
     step_rows: int | None = None
@@ -48,6 +53,7 @@ class Tuning:
     fold_registers: int | None = None
     fold_programs: int | None = None
     product: bool = True
+    system_programs: int | None = None
     lanes: int | None = None
 
 
@@ -66,7 +72,7 @@ class Launch(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What one launch leaves for the next, uninitialised: see ``delta_window`` and ``delta_fold``."""
+    """What one launch leaves for the next, uninitialised: see ``delta_window``, ``delta_fold``, ``delta_systems``."""
 
     coefficients: Tensor
     parts: Tensor | None
@@ -75,6 +81,10 @@ class Scratch(NamedTuple):
     vectors: Tensor | None
     largest: Tensor | None
     factors: Tensor | None
+    systems: Tensor | None
+    gammas: Tensor | None
+    keys_before: Tensor | None
+    keys_after: Tensor | None
 
 
 def served(policy: Policy, shape: StateShape, records: int | None) -> str | None:
@@ -117,6 +127,12 @@ def decode(
         return
     scratch = scratch_of(pool, inputs, tuning)
     fold_launch(pool, inputs, plan, output, scratch, tuning).run()
+    if by_product(pool, inputs, tuning):
+        with target.beside(pool.device):
+            _product_and_copy(pool, inputs, plan, output, scratch, tuning)
+        read_launch(pool, inputs, plan, output, scratch, tuning).run()
+        target.together(pool.device)
+        return
     if pool.policy.window > 1:
         read_launch(pool, inputs, plan, output, scratch, tuning).run()
     if pool.policy.read_copy is not None:
@@ -151,10 +167,12 @@ def scratch_of(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> Scratch:
     heads, copy = shape.heads, pool.policy.read_copy is not None
     dense = not (copy and pool.policy.options.key_read == "copy")
     units = heads if by_key else shape.key_heads
+    product, held = by_product(pool, inputs, tuning), _held(pool)
     tiles = shape.value_dim // _fold_rows(pool, inputs, tuning)
+    whole = product and tiles == 1
     factors = None
-    if by_key and pool.policy.window > 1:
-        sizes = _fold_programs(pool, inputs, tuning), _held(pool), shape.key_dim
+    if by_key and pool.policy.window > 1 and not product:
+        sizes = _fold_programs(pool, inputs, tuning), held, shape.key_dim
         factors = torch.empty(sizes, dtype=torch.float32, device=pool.device)
     return Scratch(
         coefficients=memory(heads, 2, _held(pool)),
@@ -162,19 +180,24 @@ def scratch_of(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> Scratch:
         halves=memory(units, 4, shape.key_dim, dtype=torch.float16) if copy else None,
         decays=memory(heads, 2),
         vectors=memory(heads, 2, shape.key_dim) if by_key and dense else None,
-        largest=memory(heads, tiles) if read_copies.by_head(pool.policy.read_copy) else None,
+        largest=memory(heads, tiles) if read_copies.by_head(pool.policy.read_copy) and not whole else None,
         factors=factors,
+        systems=memory(heads, held, held) if product else None,
+        gammas=memory(heads, shape.key_dim if by_key else held) if product else None,
+        keys_before=memory(heads, held, shape.key_dim) if product and by_key else None,
+        keys_after=memory(heads, held, shape.key_dim) if product and by_key else None,
     )
 
 
 def fold_launch(
     pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor, scratch: Scratch, tuning: Tuning
 ) -> Launch:
-    """The folds, and the coefficients of the windows that are not full."""
+    """The folds, or the systems of those that are matrix products; and the coefficients of the other windows."""
     shape, policy, batch = pool.shape, pool.policy, output.shape[0]
-    rows, product = _fold_rows(pool, inputs, tuning), by_product(pool, inputs, tuning)
-    warps = _fold_warps(pool, inputs, tuning)
-    folds = _fold_programs(pool, inputs, tuning)
+    product = by_product(pool, inputs, tuning)
+    rows, folds = _fold_rows(pool, inputs, tuning), _fold_programs(pool, inputs, tuning)
+    if product:
+        folds = min(tuning.system_programs or MULTIPROCESSORS * 12, batch * shape.heads)
     windows = batch * (shape.heads if _by_key(pool) else shape.key_heads) if policy.window > 1 else 0
     arguments = {
         "positions": plan.positions,
@@ -207,11 +230,64 @@ def fold_launch(
         "ROUNDS": PHILOX_ROUNDS,
         "PRODUCT": product,
         "LEVELS": _held(pool).bit_length() - 1,
-        "WARPS": warps,
     }
-    # Three blocks of four warps, or twelve of one, on a multiprocessor.
-    registers = tuning.fold_registers or (168 if policy.checkpoint.name == "fp32" else None)
-    return Launch(window_fold_kernel, folds + windows, arguments, constants, _options(warps, registers))
+    # Twelve blocks of a warp on a multiprocessor.
+    registers = 168 if product or policy.checkpoint.name == "fp32" else None
+    if not product:
+        registers = tuning.fold_registers or registers
+    return Launch(window_fold_kernel, folds + windows, arguments, constants, _options(1, registers))
+
+
+def product_launch(
+    pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor, scratch: Scratch, tuning: Tuning
+) -> Launch:
+    """The folds that are matrix products, from the systems that ``fold_launch`` prepared."""
+    shape, rows, copy = pool.shape, _fold_rows(pool, inputs, tuning), pool.policy.read_copy
+    codes, scales = pool.copy_codes, pool.copy_scales
+    arguments = {
+        "flush_rows": plan.flush_rows,
+        "flush_count": plan.flush_count,
+        "slots": plan.slots,
+        "origin": _origin(pool),
+        "words": None if codes is None else codes.view(torch.int32),
+        "scales": scales,
+        "global_scale": pool.copy_global_scale,
+        "code_halves": None if codes is None else codes.view(torch.int16),
+        "scale_pairs": None if scales is None else scales.view(torch.int16),
+        **_stored(pool),
+        "k_buffer": pool.k_buffer,
+        "d_buffer": pool.d_buffer,
+        "v_buffer": pool.v_buffer,
+        **{name: value for name, value in _token(inputs).items() if name != "log_decay"},
+        "output": output,
+        **{
+            name: getattr(scratch, name)
+            for name in ("largest", "systems", "gammas", "keys_before", "keys_after")
+        },
+        **_random(pool),
+    }
+    constants = {
+        **{name: value for name, value in _sizes(pool, tuning).items() if name not in ("LANES", "INNER")},
+        **_window_sizes(pool),
+        "R": rows,
+        "BY_KEY": _by_key(pool),
+        "KEY_COPY": _key_copy(pool),
+        "ROUNDS": PHILOX_ROUNDS,
+        "GLOBAL": None if copy is None else global_options(),
+        "BLOCK": None if copy is None else recipe_of(copy).options,
+    }
+    # Sixteen warps on a multiprocessor: a lane holds 64 numbers of a key dim of 128, and twice that does not fit.
+    registers = tuning.fold_registers or (128 if shape.key_dim <= 128 else None)
+    programs = _fold_programs(pool, inputs, tuning)
+    return Launch(product_fold_kernel, programs, arguments, constants, _options(rows // 16, registers))
+
+
+def _product_and_copy(
+    pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor, scratch: Scratch, tuning: Tuning
+) -> None:
+    product_launch(pool, inputs, plan, output, scratch, tuning).run()
+    if scratch.largest is not None:
+        read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots, scratch.largest)
 
 
 def read_launch(
@@ -234,7 +310,7 @@ def read_launch(
         "slots": plan.slots,
         "origin": _origin(pool),
         **{name: value for name, value in _token(inputs).items() if name != "log_decay"},
-        **{name: value for name, value in scratch._asdict().items() if name not in ("largest", "factors")},
+        **{name: getattr(scratch, name) for name in ("coefficients", "parts", "halves", "decays", "vectors")},
         "output": output,
     }
     constants = {
@@ -251,26 +327,23 @@ def read_launch(
 
 
 def by_product(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> bool:
-    """Whether a fold is done by matrix products: bfloat16 windows and tokens, one decay a head, an FP32 checkpoint."""
-    policy, key_dim = pool.policy, pool.shape.key_dim
-    rest = key_dim - _power_from(key_dim) // 2
+    """Whether a fold is done by matrix products.  Under one decay a head keys are then bfloat16."""
+    policy, keys = pool.policy, pool.k_buffer
+    copy = policy.read_copy
     return (
         tuning.product
-        and not _by_key(pool)
         and 1 < policy.window <= PRODUCT_WINDOW
-        and policy.checkpoint.name == "fp32"
-        and (policy.read_copy is None or policy.options.flush_read == "exact")
-        and pool.k_buffer is not None
-        and pool.k_buffer.dtype == inputs.k.dtype == torch.bfloat16
-        and rest == _power_below(rest)
+        and keys is not None
+        and (copy is None or (read_copies.by_head(copy) and policy.options.flush_read == "exact"))
+        and (_by_key(pool) or keys.dtype == inputs.k.dtype == torch.bfloat16)
     )
 
 
 def _fold_rows(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
-    """Of a product sixteen rows a warp.  Products of four warps become asynchronous ones on Blackwell, where Triton 3.7
-    does not compile this tile's layout.
-    """
-    return tuning.fold_rows or (16 if by_product(pool, inputs, tuning) else _warp_rows(pool))
+    """Of a product those of eight warps, or a whole head, where the value dim allows it."""
+    if by_product(pool, inputs, tuning):
+        return tuning.fold_rows or _dividing(pool.shape.value_dim, 128)
+    return tuning.fold_rows or _warp_rows(pool)
 
 
 def _warp_rows(pool: LayerPool) -> int:
@@ -280,13 +353,10 @@ def _warp_rows(pool: LayerPool) -> int:
 
 def _fold_programs(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
     """As many as the multiprocessors of an H200 hold at a time; each has as many tiles as it takes."""
-    warps = _fold_warps(pool, inputs, tuning)
-    tiles = inputs.v.shape[0] * pool.shape.heads * (pool.shape.value_dim // _fold_rows(pool, inputs, tuning))
-    return min(tuning.fold_programs or 132 * (12 // warps), tiles)
-
-
-def _fold_warps(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
-    return _fold_rows(pool, inputs, tuning) // 16 if by_product(pool, inputs, tuning) else 1
+    rows = _fold_rows(pool, inputs, tuning)
+    tiles = inputs.v.shape[0] * pool.shape.heads * (pool.shape.value_dim // rows)
+    held = 16 // (rows // 16) if by_product(pool, inputs, tuning) else 12
+    return min(tuning.fold_programs or MULTIPROCESSORS * held, tiles)
 
 
 def _by_key(pool: LayerPool) -> bool:

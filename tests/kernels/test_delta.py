@@ -51,6 +51,10 @@ SLOW = [
     case("fp32/nvfp4@4" + OUTPUT + KEY),
     case("fp32/nvfp4@1" + OUTPUT, cursors=(0, 0)),
     case("fp32/nvfp4@1" + OUTPUT + KEY, cursors=(0, 0)),
+    product("fp16+sr/nvfp4@4", StateShape(1, 32, 64, 1)),
+    product("fp8+sr/nvfp4@4" + DERIVED, StateShape(1, 16, 64, 1)),
+    product("int8@4", StateShape(1, 16, 96, 1)),
+    product("fp32/nvfp4@4", StateShape(1, 64, 160, 1), cursors=(3,)),
     case("fp32@20", cursors=(18, 19)),
     case("fp16/nvfp4@4:buffer=fp16", StateShape(4, 16, 64, 2)),
     case("fp32@1", ODD, cursors=(0, 0)),
@@ -61,6 +65,8 @@ SLOW = [
     channels("fp32/nvfp4@3", StateShape(1, 48, 96, 1), cursors=(1, 2)),
     channels("fp32@4" + DERIVED, StateShape(2, 16, 64, 1)),
     channels("int8/nvfp4@4:buffer=bf16"),
+    channels("fp8+sr/nvfp4@16:buffer=bf16", cursors=(15,)),
+    channels("fp32@20", cursors=(18, 19)),
     channels("bf16@1", cursors=(0, 0)),
 ]
 JOBS = [
@@ -91,6 +97,19 @@ def test_the_inverse_of_a_window_of_equal_keys(implementation):
     truth = torch.linalg.inv(torch.eye(16, dtype=torch.float64) + systems.double())
     assert (found - truth).abs().amax() <= 6 * 16 * 2 * 2.0**-24 * truth.abs().amax()
     assert torch.equal(found[0], truth[0].round())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:], indirect=True)
+@pytest.mark.parametrize("wide", [False, True])
+def test_products_of_parts_keep_float32(implementation, wide):
+    """32 terms in up to six sums, each off by 2^-24 of the magnitudes; a part left out is 2^-17 of them."""
+    random = torch.Generator().manual_seed(0)
+    left, right = torch.rand(2, 16, 32, generator=random) + 0.5, torch.rand(32, 16, generator=random) + 0.5
+    if not wide:
+        right = right.bfloat16().float()
+    found = probes.products(left, right, wide, implementation).double()
+    truth = left.double() @ right.double()
+    assert ((found - truth).abs() <= (32 + 6) * 2.0**-24 * truth).all()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:], indirect=True)
