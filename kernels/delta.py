@@ -143,7 +143,11 @@ def step_launch(
     pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor, tuning: Tuning
 ) -> Launch:
     """The state of every row rewritten."""
-    shape, rows = pool.shape, tuning.step_rows or _warp_rows(pool)
+    shape, stochastic = pool.shape, pool.policy.checkpoint.stochastic
+    rows = tuning.step_rows or (4 if stochastic else 2 * (16 // pool.checkpoint.element_size()))
+    rows = _dividing(shape.value_dim, min(rows, 16))
+    # Where nothing but memory counts, longer pieces of a row at a time.
+    lanes = LANES_A_ROW if stochastic or (_by_key(pool) and rows > 8) else _long_lanes(pool)
     arguments = {
         **_stored(pool),
         "positions": plan.positions,
@@ -152,7 +156,7 @@ def step_launch(
         "output": output,
         **_random(pool),
     }
-    constants = {**_sizes(pool, tuning), "R": rows, "BY_KEY": _by_key(pool), "ROUNDS": PHILOX_ROUNDS}
+    constants = {**_sizes(pool, tuning, lanes), "R": rows, "BY_KEY": _by_key(pool), "ROUNDS": PHILOX_ROUNDS}
     programs = output.shape[0] * shape.heads * (shape.value_dim // rows)
     return Launch(step_kernel, programs, arguments, constants, _options(1, tuning.step_registers))
 
@@ -314,7 +318,7 @@ def read_launch(
         "output": output,
     }
     constants = {
-        **_sizes(pool, tuning),
+        **_sizes(pool, tuning, LANES_A_ROW if copy else _long_lanes(pool)),
         **_window_sizes(pool),
         "R": rows,
         "SIZE": _power_below(shape.key_dim),
@@ -356,6 +360,8 @@ def _fold_programs(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
     rows = _fold_rows(pool, inputs, tuning)
     tiles = inputs.v.shape[0] * pool.shape.heads * (pool.shape.value_dim // rows)
     held = 16 // (rows // 16) if by_product(pool, inputs, tuning) else 12
+    if by_product(pool, inputs, tuning) and pool.v_buffer is None:
+        held //= 2  # room for the reads beside them
     return min(tuning.fold_programs or MULTIPROCESSORS * held, tiles)
 
 
@@ -397,9 +403,15 @@ def _random(pool: LayerPool) -> dict[str, Any]:
     }
 
 
-def _sizes(pool: LayerPool, tuning: Tuning) -> dict[str, Any]:
+def _long_lanes(pool: LayerPool) -> int:
+    """Twice ``LANES_A_ROW`` where a row has 16 bytes for each of them."""
+    row_bytes = _power_from(pool.shape.key_dim) * pool.checkpoint.element_size()
+    return 2 * LANES_A_ROW if row_bytes >= 32 * LANES_A_ROW else LANES_A_ROW
+
+
+def _sizes(pool: LayerPool, tuning: Tuning, lanes: int = LANES_A_ROW) -> dict[str, Any]:
     shape = pool.shape
-    lanes = tuning.lanes or LANES_A_ROW
+    lanes = tuning.lanes or lanes
     return {
         "H": shape.heads,
         "G": shape.key_heads,
