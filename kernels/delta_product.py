@@ -115,13 +115,15 @@ def keys_of_window(
     k_buffer, origin, slot, b, g, k, START: tl.constexpr, SIZE: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
     L: tl.constexpr, J: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """SIZE columns, from key dim START on, of a full window's keys and the token's as record L - 1: (J, SIZE)."""
+    """SIZE columns, from key dim START on, of a full window's keys and a token's as record L - 1: (J, SIZE)."""
     j = tl.arange(0, J)
     column = START + key_of_place(tl.arange(0, SIZE))
     row = (slot * G + g) * RING + ring_place(origin, slot, j, RING)
     keys = tl.load(k_buffer + row[:, None] * K + column[None, :], mask=(j < L - 1)[:, None], other=0)
-    token = tl.load(k + (b * G + g) * K + column)
-    return tl.where((j == L - 1)[:, None], token[None, :], keys)
+    if k is not None:
+        token = tl.load(k + (b * G + g) * K + column)
+        keys = tl.where((j == L - 1)[:, None], token[None, :], keys)
+    return keys
 
 
 @triton.jit
@@ -129,16 +131,18 @@ def window_decays(
     log_decay_buffer, origin, slot, b, h, log_decay, H: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr,
 ):  # fmt: skip
-    """gamma (J,), e_ij below the diagonal (J, J), 0 elsewhere, w (J,) and whole, of a full window and the token."""
+    """gamma (J,), e_ij below the diagonal (J, J), 0 elsewhere, w (J,) and whole, of a full window and a token."""
+    LAST: tl.constexpr = L - 1 if log_decay is not None else L - 2
     j = tl.arange(0, J)
     at = (slot * H + h) * RING + ring_place(origin, slot, j, RING)
     gate = tl.load(log_decay_buffer + at, mask=j < L - 1, other=0)
-    gate = tl.where(j == L - 1, widened(tl.load(log_decay + b * H + h)), gate)
+    if log_decay is not None:
+        gate = tl.where(j == L - 1, widened(tl.load(log_decay + b * H + h)), gate)
     gamma = tl.exp(tl.cumsum(gate, 0))
     below = j[:, None] > j[None, :]
     between = tl.exp(tl.cumsum(tl.where(below, gate[:, None], 0.0), 0))
-    weight = tl.sum(tl.where((j == L - 1)[:, None], between, 0.0), 0)
-    whole = tl.sum(tl.where(j == L - 1, gamma, 0.0), 0)
+    weight = tl.sum(tl.where((j == LAST)[:, None], between, 0.0), 0)
+    whole = tl.sum(tl.where(j == LAST, gamma, 0.0), 0)
     return gamma, tl.where(below, between, 0.0), weight, whole
 
 
@@ -188,8 +192,8 @@ def product_tile(
     """Tile ``item`` of the flushing rows: fold, output, store in float32, and the largest stored magnitude.
 
     d are derived again where there is a v_buffer; without one only the token's is missing, whose S' k comes from the
-    NVFP4 copy with KEY_COPY.  The key dim comes in two parts, so that the bfloat16 of only one are in registers at a
-    time.
+    NVFP4 copy with KEY_COPY.  Without a token (q to output None) L - 1 <= J records are the whole window, and nothing
+    is put out.  The key dim comes in two parts, so that the bfloat16 of only one are in registers at a time.
     """
     TILES: tl.constexpr = V // R
     ONE: tl.constexpr = KP // 2
@@ -203,7 +207,8 @@ def product_tile(
     at_two = checkpoint + first * K + ONE + lane_offsets(R, K, TWO, WARPS)
     one, two = to_rows(tl.load(at_one), R, ONE, WARPS), to_rows(tl.load(at_two), R, TWO, WARPS)
     row = h * V + tile * R + tl.arange(0, R)
-    value, strength = widened(tl.load(v + b * (H * V) + row)), widened(tl.load(beta + b * H + h))
+    if q is not None:
+        value, strength = widened(tl.load(v + b * (H * V) + row)), widened(tl.load(beta + b * H + h))
     keys_one = keys_of_window(k_buffer, origin, slot, b, g, k, 0, ONE, G, K, L, J, RING)
     keys_two = keys_of_window(k_buffer, origin, slot, b, g, k, ONE, TWO, G, K, L, J, RING)
     gamma, between, weight, whole = window_decays(
@@ -212,35 +217,39 @@ def product_tile(
 
     scores = product(keys_one, tl.trans(keys_one), None)
     scores = product(keys_two, tl.trans(keys_two), scores) * between
-    if v_buffer is not None or not KEY_COPY:
+    if v_buffer is not None or (q is not None and not KEY_COPY):
         predicted = exact_product(one, tl.trans(keys_one), None)
         predicted = exact_product(two, tl.trans(keys_two), predicted) * gamma[None, :]
     last = j == L - 1
     if v_buffer is not None:
         values = window_vectors(v_buffer, origin, slot, h, tile * R, H, V, L, J, R, RING)
-        values = tl.where(last[None, :], value[:, None], values)
         at = head * RING + ring_place(origin, slot, j, RING)
-        strengths = tl.where(last, strength, tl.load(beta_buffer + at, mask=j < L - 1, other=0))
+        strengths = tl.load(beta_buffer + at, mask=j < L - 1, other=0)
+        if q is not None:
+            values = tl.where(last[None, :], value[:, None], values)
+            strengths = tl.where(last, strength, strengths)
         solved = inverse(scores * strengths[:, None], J, LEVELS)
         deltas = wide_product((values - predicted) * strengths[None, :], tl.trans(solved))
     else:
         deltas = window_vectors(d_buffer, origin, slot, h, tile * R, H, V, L, J, R, RING)
-        if KEY_COPY:
-            key = k + (b * G + g) * K
-            along_key = copy_along_key(words, scales, global_scale, head, first, key, K, SIZE, R) * whole
-        else:
-            along_key = tl.sum(tl.where(last[None, :], predicted, 0.0), 1)
-        from_key = tl.sum(tl.where(last[:, None], scores, 0.0), 0)
-        along_key += tl.sum(deltas * from_key[None, :], 1)
-        deltas = tl.where(last[None, :], (strength * (value - along_key))[:, None], deltas)
+        if q is not None:
+            if KEY_COPY:
+                key = k + (b * G + g) * K
+                along_key = copy_along_key(words, scales, global_scale, head, first, key, K, SIZE, R) * whole
+            else:
+                along_key = tl.sum(tl.where(last[None, :], predicted, 0.0), 1)
+            from_key = tl.sum(tl.where(last[:, None], scores, 0.0), 0)
+            along_key += tl.sum(deltas * from_key[None, :], 1)
+            deltas = tl.where(last[None, :], (strength * (value - along_key))[:, None], deltas)
     deltas *= weight[None, :]
     one = one * whole + exact_product(deltas, keys_one, None)
     two = two * whole + exact_product(deltas, keys_two, None)
-    query = q + (b * G + g) * K
-    query_one = widened(tl.load(query + key_of_place(tl.arange(0, ONE))))
-    query_two = widened(tl.load(query + ONE + key_of_place(tl.arange(0, TWO))))
-    result = tl.sum(one * query_one[None, :], 1) + tl.sum(two * query_two[None, :], 1)
-    tl.store(output + b * (H * V) + row, narrowed(result, output.dtype.element_ty))
+    if q is not None:
+        query = q + (b * G + g) * K
+        query_one = widened(tl.load(query + key_of_place(tl.arange(0, ONE))))
+        query_two = widened(tl.load(query + ONE + key_of_place(tl.arange(0, TWO))))
+        result = tl.sum(one * query_one[None, :], 1) + tl.sum(two * query_two[None, :], 1)
+        tl.store(output + b * (H * V) + row, narrowed(result, output.dtype.element_ty))
     tl.store(at_one, from_rows(one, R, ONE, WARPS))
     tl.store(at_two, from_rows(two, R, TWO, WARPS))
     if largest is not None:
