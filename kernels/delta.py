@@ -18,6 +18,7 @@ from quantlab.kernels.delta_fold import step_kernel, window_fold_kernel
 from quantlab.kernels.delta_read import read_kernel
 from quantlab.kernels.delta_tiles import inner_of
 from quantlab.recurrences import StepInputs
+from quantlab.schemes.drafts import room
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import Policy
 from quantlab.schemes.pool import LayerPool
@@ -243,8 +244,10 @@ def read_launch(
     return Launch(read_kernel, programs, arguments, constants, _options(1, tuning.read_registers))
 
 
-def by_product(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> bool:
-    """Whether a fold is done by matrix products: bfloat16 windows and tokens, one decay a head, an FP32 checkpoint."""
+def by_product(pool: LayerPool, inputs: StepInputs | None, tuning: Tuning) -> bool:
+    """Whether a fold is done by matrix products: bfloat16 windows and tokens (inputs None for a fold without one), one
+    decay a head, an FP32 checkpoint.
+    """
     policy, key_dim = pool.policy, pool.shape.key_dim
     rest = key_dim - _power_from(key_dim) // 2
     return (
@@ -252,9 +255,10 @@ def by_product(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> bool:
         and not _by_key(pool)
         and 1 < policy.window <= PRODUCT_WINDOW
         and policy.checkpoint.name == "fp32"
-        and (policy.read_copy is None or policy.options.flush_read == "exact")
+        and (inputs is None or policy.read_copy is None or policy.options.flush_read == "exact")
         and pool.k_buffer is not None
-        and pool.k_buffer.dtype == inputs.k.dtype == torch.bfloat16
+        and pool.k_buffer.dtype == torch.bfloat16
+        and (inputs is None or inputs.k.dtype == torch.bfloat16)
         and rest == _power_below(rest)
     )
 
@@ -287,9 +291,9 @@ def _held(pool: LayerPool) -> int:
 
 
 def _origin(pool: LayerPool) -> Tensor | None:
-    """Windows move along the ring where there is room for drafts, and nowhere else."""
-    plain = _power_from(max(pool.policy.window - 1, 1))
-    return pool.counters.origin if pool.records > plain else None
+    """Windows move along the ring where there is room for drafts and a window is not the whole ring."""
+    moves = room(pool) and pool.policy.window % pool.records
+    return pool.counters.origin if moves else None
 
 
 def _stored(pool: LayerPool) -> dict[str, Any]:

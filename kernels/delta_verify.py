@@ -1,0 +1,203 @@
+"""Launches of drafts of gated_delta and kimi_delta on a layer's pool: which policies they serve, and how.
+
+A verification is two launches, ``draft_window`` and ``draft_read``; a commit is the fold of ``delta`` without a token,
+and the read copy of what was folded.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantlab.kernels import delta, read_copies
+from quantlab.kernels.delta import Launch, Tuning
+from quantlab.kernels.delta_drafts import (
+    channel_draft_window_kernel,
+    draft_read_kernel,
+    head_draft_window_kernel,
+)
+from quantlab.kernels.delta_fold import window_fold_kernel
+from quantlab.recurrences import StepInputs
+from quantlab.schemes.drafts import CommitPlan
+from quantlab.schemes.ledger import StateShape
+from quantlab.schemes.policy import Policy
+from quantlab.schemes.pool import LayerPool
+from quantlab.schemes.steps import StepPlan
+
+MOST_DRAFTS = 16
+"""Four columns of a matrix product each."""
+
+
+def served(policy: Policy, shape: StateShape) -> str | None:
+    """Why the kernels do not verify drafts under a policy that the pool has a layout for, or None."""
+    if policy.window == 1:
+        return "drafts behind a window of 1"
+    return delta.served(policy, shape, None)
+
+
+def verify(
+    pool: LayerPool, tokens: StepInputs, plan: StepPlan, output: Tensor, tuning: Tuning | None = None
+) -> None:
+    """Drafted tokens of one layer; arguments as ``quantlab.kernels.drafts`` has checked them."""
+    tuning = tuning or Tuning()
+    scratch = scratch_of(pool, *output.shape[:2])
+    window_launch(pool, tokens, plan, scratch).run()
+    read_launch(pool, tokens, plan, output, scratch, tuning).run()
+
+
+def commit(pool: LayerPool, plan: CommitPlan, tuning: Tuning | None = None) -> None:
+    """Fold, store and encode the windows that accepted drafts complete."""
+    launch = fold_launch(pool, plan, tuning or Tuning())
+    launch.run()
+    if launch.arguments["largest"] is not None:
+        read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots, launch.arguments["largest"])
+
+
+def scratch_of(pool: LayerPool, batch: int, count: int) -> dict[str, Tensor | None]:
+    """What the window launch leaves for the read, uninitialised; see ``delta_drafts``."""
+    shape, by_key = pool.shape, delta._by_key(pool)
+
+    def memory(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty((batch, *sizes), dtype=dtype, device=pool.device)
+
+    heads, padded, copy = shape.heads, _padded(count), pool.policy.read_copy is not None
+    units = heads if by_key else shape.key_heads
+    halves = memory(units, 4 * padded, shape.key_dim, dtype=torch.float16) if copy else None
+    dense = by_key and not delta._key_copy(pool)
+    return {
+        "coefficients": memory(heads, count, 2, delta._held(pool)),
+        "pairs": memory(heads, count, 2, padded),
+        "halves": halves,
+        "decays": memory(heads, count, 2),
+        "vectors": memory(heads, count, 2, shape.key_dim) if dense else None,
+    }
+
+
+def window_launch(
+    pool: LayerPool, tokens: StepInputs, plan: StepPlan, scratch: dict[str, Tensor | None]
+) -> Launch:
+    """Coefficients of windows and drafts; keys and gates behind the window."""
+    shape, by_key = pool.shape, delta._by_key(pool)
+    given = delta._token(tokens)
+    arguments = {
+        "positions": plan.positions,
+        "slots": plan.slots,
+        "origin": delta._origin(pool),
+        "k_buffer": pool.k_buffer,
+        "log_decay_buffer": pool.log_decay_buffer,
+        "beta_buffer": pool.beta_buffer,
+        **{name: given[name] for name in ("q", "k", "log_decay", "beta")},
+        **scratch,
+    }
+    sizes = delta._sizes(pool)
+    constants = {
+        **{name: sizes[name] for name in ("H", "G", "K", "KP")},
+        **_window_sizes(pool, tokens.v.shape[1]),
+        "SIZE": delta._power_below(shape.key_dim),
+        "KEY_COPY": delta._key_copy(pool),
+    }
+    batch, kernel = plan.slots.shape[0], channel_draft_window_kernel
+    if not by_key:
+        kernel = head_draft_window_kernel
+        del arguments["vectors"]
+        constants["HEADS"] = delta._power_from(shape.heads // shape.key_heads)
+    units = shape.heads if by_key else shape.key_heads
+    return Launch(kernel, batch * units, arguments, constants, delta._options(1, None))
+
+
+def read_launch(
+    pool: LayerPool,
+    tokens: StepInputs,
+    plan: StepPlan,
+    output: Tensor,
+    scratch: dict[str, Tensor | None],
+    tuning: Tuning,
+) -> Launch:
+    """Outputs of all drafts, and their d behind the window."""
+    shape, copy, count = pool.shape, pool.policy.read_copy is not None, output.shape[1]
+    best = 32 if delta._key_copy(pool) and shape.key_dim <= 128 else 16
+    rows = tuning.read_rows or delta._dividing(shape.value_dim, best)
+    given = delta._token(tokens)
+    arguments = {
+        **delta._copied(pool),
+        **delta._stored(pool),
+        "d_buffer": pool.d_buffer,
+        "v_buffer": pool.v_buffer,
+        "positions": plan.positions,
+        "slots": plan.slots,
+        "origin": delta._origin(pool),
+        **{name: given[name] for name in ("q", "k", "v", "beta")},
+        **scratch,
+        "output": output,
+    }
+    constants = {
+        **delta._sizes(pool),
+        **_window_sizes(pool, count),
+        "R": rows,
+        "SIZE": delta._power_below(shape.key_dim),
+        "COPY": copy,
+        "BY_KEY": delta._by_key(pool),
+        "KEY_COPY": delta._key_copy(pool),
+    }
+    programs = output.shape[0] * shape.heads * (shape.value_dim // rows)
+    return Launch(draft_read_kernel, programs, arguments, constants, delta._options(1, tuning.read_registers))
+
+
+def fold_launch(pool: LayerPool, plan: CommitPlan, tuning: Tuning) -> Launch:
+    """The folds of whole windows: each counts as one longer, with a token that is not there."""
+    shape, policy, batch = pool.shape, pool.policy, plan.slots.shape[0]
+    rows, warps = 16, 1
+    tiles = shape.value_dim // rows
+    folds = min(tuning.fold_programs or 132 * 12, batch * shape.heads * tiles)
+    held, by_key = delta._held(pool), delta._by_key(pool)
+
+    def memory(*sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=torch.float32, device=pool.device)
+
+    absent = ("q", "k", "v", "log_decay", "beta", "output", "coefficients", "parts", "halves", "decays")
+    arguments: dict[str, Any] = {
+        "positions": plan.positions,
+        "slots": plan.slots,
+        "flush_rows": plan.flush_rows,
+        "flush_count": plan.flush_count,
+        "origin": delta._origin(pool),
+        **delta._copied(pool),
+        **delta._stored(pool),
+        "k_buffer": pool.k_buffer,
+        "d_buffer": pool.d_buffer,
+        "v_buffer": pool.v_buffer,
+        "beta_buffer": pool.beta_buffer,
+        "log_decay_buffer": pool.log_decay_buffer,
+        **dict.fromkeys((*absent, "vectors")),
+        "largest": memory(batch, shape.heads, tiles) if policy.read_copy is not None else None,
+        "factors": memory(folds, held, shape.key_dim) if by_key else None,
+        **delta._random(pool),
+        "folds": folds,
+    }
+    constants = {
+        **delta._sizes(pool),
+        "L": policy.window + 1,
+        "J": held,
+        "RING": pool.records,
+        "KEY_COPY": False,
+        "OUTPUT_COPY": False,
+        "R": rows,
+        "SIZE": delta._power_below(shape.key_dim),
+        "HEADS": delta._power_from(shape.heads // shape.key_heads),
+        "BY_KEY": by_key,
+        "ROUNDS": delta.PHILOX_ROUNDS,
+        "PRODUCT": delta.by_product(pool, None, tuning),
+        "LEVELS": held.bit_length() - 1,
+        "WARPS": warps,
+    }
+    registers = tuning.fold_registers or (168 if policy.checkpoint.name == "fp32" else None)
+    return Launch(window_fold_kernel, folds, arguments, constants, delta._options(warps, registers))
+
+
+def _window_sizes(pool: LayerPool, count: int) -> dict[str, int]:
+    return {"J": delta._held(pool), "RING": pool.records, "T": count, "TP": _padded(count)}
+
+
+def _padded(count: int) -> int:
+    """Drafts that a product has columns for: they come in fours."""
+    return max(4, delta._power_from(count))
