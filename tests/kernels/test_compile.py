@@ -20,7 +20,9 @@ FAST = {
     ("dual_read_mamba2_value_dim_80", 80),
     ("dual_read_mamba2_value_dim_80", 90),
     ("dual_read_mamba2_value_dim_80", 100),
-    ("dual_read_mamba2_8_groups_fp32", 90),
+    ("step_gdn_drafts_head_draft_window", 90),
+    ("step_gdn_drafts_draft_read", 90),
+    ("step_kda_drafts_draft_read", 90),
     ("dual_read_odd_sizes", 90),
     ("encode_fp8_reciprocal", 90),
     ("encode_mxfp4_packed", 90),
@@ -31,7 +33,6 @@ FAST = {
 # Kernels with a division of float32, which rounds correctly; powers of two are multiplied by.
 DIVIDING = {
     "step_fp8_sr_long_keys_step",
-    "step_int8_value_dim_80_step",
     "step_fp8_sr_window_flush",
     "step_fp32_nvfp4_flush",
     "step_fp16_sr_nvfp4_flush",
@@ -61,6 +62,7 @@ WANTED = {
     "_fold": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "gdn_read": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "kda_read": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
+    "_draft_read": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "_flush": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "_window": {"rounding to 16 or 8 bits"},
     "_read": {"rounding to 16 or 8 bits"},
