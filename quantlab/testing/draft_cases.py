@@ -53,9 +53,9 @@ SLOW = [
     _heads("int8+sr/nvfp4@8:buffer=fp16", 8, token=FP16, output=FP16),
     _heads("bf16/nvfp4@3:buffer=bf16", 3, StateShape(1, 16, 96, 1), token=BF16),
     _heads("fp8+sr@20:buffer=bf16", 9),
-    _channels("fp32@4:buffer=bf16:contents=derived", 4, StateShape(2, 16, 32, 2), token=BF16),
+    _channels("fp32@4:buffer=bf16:contents=derived", 4, _SMALL, token=BF16),
     _channels("fp32/nvfp4@12", 5),
-    _channels("fp8+sr/nvfp4@4:buffer=bf16", 4, StateShape(2, 16, 32, 1), token=BF16, output=BF16),
+    _channels("fp8+sr/nvfp4@4:buffer=bf16", 4, token=BF16, output=BF16),
     _channels("fp32/nvfp4@4:key_read=checkpoint:contents=derived", 2),
     _channels("fp16+sr@3", 3, StateShape(1, 48, 96, 1)),
 ]

@@ -84,9 +84,9 @@ def test_rounds_go_round():
 def test_the_twin_passes_its_own_comparison(family):
     comparer = DraftComparer(steps, drafts, "cpu")
     for policy in ("fp32@16:buffer=bf16", "fp16+sr/nvfp4@8:buffer=bf16", "int8/fp8@4"):
-        for batch, count in ((1, 4), (9, 3), (9, 1)):
-            found = comparer.compare(case(policy, batch, family, FAMILIES[family], count))
-            assert found.passed, (policy, batch, count, found)
+        for batch in (1, 9):
+            found = comparer.compare(case(policy, batch, family, FAMILIES[family], 3))
+            assert found.passed, (policy, batch, found)
             assert set(found.measured) >= {
                 "output",
                 "checkpoint",
