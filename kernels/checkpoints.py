@@ -159,14 +159,9 @@ def quick_codes(x, words, ELEMENT: tl.constexpr):
     Then the tops of the words, added to the bit patterns, are all there is to it.
     """
     DROPPED: tl.constexpr = 23 - ELEMENT.mantissa_bits
-    SMALLEST: tl.constexpr = (ELEMENT.min_exponent + 127) << 23
-    LARGEST: tl.constexpr = ELEMENT.max
-    if ELEMENT.overflow.value == "saturate":
-        x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    x = saturated(x, ELEMENT)
     bits = x.to(tl.int32, bitcast=True)
-    beyond = ((bits & 0x7FFFFFFF) - SMALLEST).to(tl.uint32, bitcast=True)
-    limit = tl.full((1,), LARGEST, tl.float32).to(tl.int32, bitcast=True) - SMALLEST
-    ordinary = tl.max(beyond) <= tl.max(limit).to(tl.uint32)
+    ordinary = tl.max(distance(x, ELEMENT)) <= ordinary_distance(ELEMENT)
     top = (words >> (32 - DROPPED)).to(tl.int32, bitcast=True)
     rounded = (bits + top) & -(1 << DROPPED)
     values = rounded.to(tl.float32, bitcast=True)
@@ -177,6 +172,31 @@ def quick_codes(x, words, ELEMENT: tl.constexpr):
     else:
         codes = stored_float(values, ELEMENT)
     return codes, values, ordinary
+
+
+@triton.jit
+def saturated(x, ELEMENT: tl.constexpr):
+    """x within the numbers of an element that saturates."""
+    LARGEST: tl.constexpr = ELEMENT.max
+    if ELEMENT.overflow.value == "saturate":
+        x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    return x
+
+
+@triton.jit
+def distance(x, ELEMENT: tl.constexpr):
+    """How far |x|'s bit pattern is above that of the smallest normal number, uint32; below it wraps around."""
+    SMALLEST: tl.constexpr = (ELEMENT.min_exponent + 127) << 23
+    return ((x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) - SMALLEST).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def ordinary_distance(ELEMENT: tl.constexpr):
+    """``distance`` of the element's largest number."""
+    SMALLEST: tl.constexpr = (ELEMENT.min_exponent + 127) << 23
+    LARGEST: tl.constexpr = ELEMENT.max
+    limit = tl.full((1,), LARGEST, tl.float32).to(tl.int32, bitcast=True) - SMALLEST
+    return tl.max(limit).to(tl.uint32)
 
 
 @triton.jit
@@ -224,7 +244,12 @@ def plain_codes(x, words, STORE: tl.constexpr):
 def row_scale(x, OPTIONS: tl.constexpr):
     """float32 x (rows, columns) -> ``float_scale`` of each row's largest magnitude; NaN if the row is not finite."""
     # Magnitudes order like their bit patterns, and a NaN is above Inf.
-    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    return scale_of_bits(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), OPTIONS)
+
+
+@triton.jit
+def scale_of_bits(bits, OPTIONS: tl.constexpr):
+    """``row_scale`` of rows whose largest magnitudes have these bit patterns."""
     scales, _ = float_scale(bits.to(tl.float32, bitcast=True), 1.0, OPTIONS)
     return tl.where(bits >= 0x7F800000, float("nan"), scales)
 

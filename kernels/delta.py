@@ -1,9 +1,10 @@
 """Launches of the decode kernels of gated_delta and kimi_delta on a layer's pool: which policies they serve, and how.
 
-A layer's step is at most three launches: the folds of the rows whose window is full, beside the coefficients of the
-other rows' windows; the reads of these; and the read copy of what was folded.  With window 1 and no read copy it is
-one, which rewrites the state.  ``delta_window``, ``delta_read``, ``delta_fold`` and ``delta_product`` have the
-mathematics.
+A layer's step is at most three launches.  Where a fold is matrix products: what the windows give, coefficients or the
+systems of those that are full; the folds of these with their read copies; and the reads of the others.  Elsewhere: the
+folds of the rows whose window is full, beside the coefficients of the other rows' windows; the reads of these; and the
+read copy of what was folded.  With window 1 and no read copy it is one, which rewrites the state.  ``delta_window``,
+``delta_read``, ``delta_fold``, ``delta_systems`` and ``delta_product`` have the mathematics.
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from torch import Tensor
 from quantlab.kernels import read_copies, target
 from quantlab.kernels.checkpoints import store_of
 from quantlab.kernels.delta_fold import step_kernel, window_fold_kernel
+from quantlab.kernels.delta_product import product_fold_kernel
 from quantlab.kernels.delta_read import read_kernel
 from quantlab.kernels.delta_tiles import inner_of
+from quantlab.kernels.scales import global_options, recipe_of
 from quantlab.recurrences import StepInputs
-from quantlab.schemes.drafts import room
+from quantlab.schemes.drafts import CommitPlan, room
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import Policy
 from quantlab.schemes.pool import LayerPool
@@ -28,6 +31,8 @@ from quantlab.schemes.store import CHECKPOINT_PART
 PHILOX_ROUNDS = 10
 LARGEST_WINDOW = 64
 """A window's keys stay in the registers of one warp."""
+MULTIPROCESSORS = 132
+"""Of an H200."""
 PRODUCT_WINDOW = 16
 """Records and token that one tile of a matrix product holds."""
 
@@ -37,7 +42,8 @@ class Tuning:
     """How the kernels of one layer are launched; None where the shape decides.
 
     read_rows, fold_rows: value rows of a tile.  read_registers, fold_registers: the most a thread may have.
-    fold_programs: they share the tiles of the rows that flush.  product: whether a fold may be matrix products.
+    fold_programs: they share the tiles of the rows that flush.  product: whether a fold may be matrix products, whose
+    systems ``system_programs`` share.
     """
 
     read_rows: int | None = None
@@ -46,6 +52,7 @@ class Tuning:
     fold_registers: int | None = None
     fold_programs: int | None = None
     product: bool = True
+    system_programs: int | None = None
 
 
 class Launch(NamedTuple):
@@ -63,7 +70,7 @@ class Launch(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What one launch leaves for the next, uninitialised: see ``delta_window`` and ``delta_fold``."""
+    """What one launch leaves for the next, uninitialised: see ``delta_window``, ``delta_fold``, ``delta_systems``."""
 
     coefficients: Tensor
     parts: Tensor | None
@@ -72,6 +79,10 @@ class Scratch(NamedTuple):
     vectors: Tensor | None
     largest: Tensor | None
     factors: Tensor | None
+    systems: Tensor | None
+    gammas: Tensor | None
+    keys_before: Tensor | None
+    keys_after: Tensor | None
 
 
 def served(policy: Policy, shape: StateShape, records: int | None) -> str | None:
@@ -112,8 +123,14 @@ def decode(
     if pool.policy.window == 1 and pool.policy.read_copy is None:
         step_launch(pool, inputs, plan, output, tuning).run()
         return
-    scratch = scratch_of(pool, inputs, tuning)
+    scratch = scratch_of(pool, inputs, plan, tuning)
     fold_launch(pool, inputs, plan, output, scratch, tuning).run()
+    if by_product(pool, inputs, tuning):
+        with target.beside(pool.device):
+            _product_and_copy(pool, inputs, plan, output, scratch, tuning)
+        read_launch(pool, inputs, plan, output, scratch, tuning).run()
+        target.together(pool.device)
+        return
     if pool.policy.window > 1:
         read_launch(pool, inputs, plan, output, scratch, tuning).run()
     if scratch.largest is not None:
@@ -138,9 +155,11 @@ def step_launch(
     return Launch(step_kernel, programs, arguments, constants, _options(1, tuning.fold_registers))
 
 
-def scratch_of(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> Scratch:
+def scratch_of(
+    pool: LayerPool, inputs: StepInputs | None, plan: StepPlan | CommitPlan, tuning: Tuning
+) -> Scratch:
     """Memory between the launches of a step."""
-    shape, by_key, batch = pool.shape, _by_key(pool), inputs.v.shape[0]
+    shape, by_key, batch = pool.shape, _by_key(pool), plan.slots.shape[0]
 
     def memory(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((batch, *sizes), dtype=dtype, device=pool.device)
@@ -148,10 +167,12 @@ def scratch_of(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> Scratch:
     heads, copy = shape.heads, pool.policy.read_copy is not None
     dense = not (copy and pool.policy.options.key_read == "copy")
     units = heads if by_key else shape.key_heads
+    product, held = by_product(pool, inputs, tuning), _held(pool)
     tiles = shape.value_dim // _fold_rows(pool, inputs, tuning)
+    whole = product and tiles == 1
     factors = None
-    if by_key and pool.policy.window > 1:
-        sizes = _fold_programs(pool, inputs, tuning), _held(pool), shape.key_dim
+    if by_key and pool.policy.window > 1 and not product:
+        sizes = _fold_programs(pool, inputs, batch, tuning), held, shape.key_dim
         factors = torch.empty(sizes, dtype=torch.float32, device=pool.device)
     return Scratch(
         coefficients=memory(heads, 2, _held(pool)),
@@ -159,20 +180,35 @@ def scratch_of(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> Scratch:
         halves=memory(units, 4, shape.key_dim, dtype=torch.float16) if copy else None,
         decays=memory(heads, 2),
         vectors=memory(heads, 2, shape.key_dim) if by_key and dense else None,
-        largest=memory(heads, tiles) if copy else None,
+        largest=memory(heads, tiles) if copy and not whole else None,
         factors=factors,
+        systems=memory(heads, held, held) if product else None,
+        gammas=memory(heads, shape.key_dim if by_key else held) if product else None,
+        keys_before=memory(heads, held, shape.key_dim) if product and by_key else None,
+        keys_after=memory(heads, held, shape.key_dim) if product and by_key else None,
     )
 
 
 def fold_launch(
-    pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor, scratch: Scratch, tuning: Tuning
+    pool: LayerPool,
+    inputs: StepInputs | None,
+    plan: StepPlan | CommitPlan,
+    output: Tensor | None,
+    scratch: Scratch,
+    tuning: Tuning,
 ) -> Launch:
-    """The folds, and the coefficients of the windows that are not full."""
-    shape, policy, batch = pool.shape, pool.policy, output.shape[0]
-    rows, product = _fold_rows(pool, inputs, tuning), by_product(pool, inputs, tuning)
-    warps = _fold_warps(pool, inputs, tuning)
-    folds = _fold_programs(pool, inputs, tuning)
+    """The folds, or the systems of those that are matrix products; and the coefficients of the other windows.
+
+    Without a token (inputs and output None) only whole windows are folded.
+    """
+    shape, policy, batch = pool.shape, pool.policy, plan.slots.shape[0]
+    product = by_product(pool, inputs, tuning)
+    rows, folds = 16, _fold_programs(pool, inputs, batch, tuning)
+    if product:
+        folds = min(tuning.system_programs or MULTIPROCESSORS * 12, batch * shape.heads)
     windows = batch * (shape.heads if _by_key(pool) else shape.key_heads) if policy.window > 1 else 0
+    if inputs is None:
+        windows = 0
     arguments = {
         "positions": plan.positions,
         "slots": plan.slots,
@@ -194,7 +230,7 @@ def fold_launch(
     }
     constants = {
         **_sizes(pool),
-        **_window_sizes(pool),
+        **_window_sizes(pool, token=inputs is not None),
         "KEY_COPY": _key_copy(pool),
         "R": rows,
         "SIZE": _power_below(shape.key_dim),
@@ -204,11 +240,74 @@ def fold_launch(
         "ROUNDS": PHILOX_ROUNDS,
         "PRODUCT": product,
         "LEVELS": _held(pool).bit_length() - 1,
-        "WARPS": warps,
     }
-    # Three blocks of four warps, or twelve of one, on a multiprocessor.
-    registers = tuning.fold_registers or (168 if policy.checkpoint.name == "fp32" else None)
-    return Launch(window_fold_kernel, folds + windows, arguments, constants, _options(warps, registers))
+    # Twelve blocks of a warp on a multiprocessor.
+    registers = 168 if product or policy.checkpoint.name == "fp32" else None
+    if not product:
+        registers = tuning.fold_registers or registers
+    return Launch(window_fold_kernel, folds + windows, arguments, constants, _options(1, registers))
+
+
+def product_launch(
+    pool: LayerPool,
+    inputs: StepInputs | None,
+    plan: StepPlan | CommitPlan,
+    output: Tensor | None,
+    scratch: Scratch,
+    tuning: Tuning,
+) -> Launch:
+    """The folds that are matrix products, from the systems that ``fold_launch`` prepared."""
+    shape, rows, copy = pool.shape, _fold_rows(pool, inputs, tuning), pool.policy.read_copy
+    codes, scales = pool.copy_codes, pool.copy_scales
+    arguments = {
+        "flush_rows": plan.flush_rows,
+        "flush_count": plan.flush_count,
+        "slots": plan.slots,
+        "origin": _origin(pool),
+        "words": None if codes is None else codes.view(torch.int32),
+        "scales": scales,
+        "global_scale": pool.copy_global_scale,
+        "code_halves": None if codes is None else codes.view(torch.int16),
+        "scale_pairs": None if scales is None else scales.view(torch.int16),
+        **_stored(pool),
+        "k_buffer": pool.k_buffer,
+        "d_buffer": pool.d_buffer,
+        "v_buffer": pool.v_buffer,
+        **{name: value for name, value in _token(inputs).items() if name != "log_decay"},
+        "output": output,
+        **{
+            name: getattr(scratch, name)
+            for name in ("largest", "systems", "gammas", "keys_before", "keys_after")
+        },
+        **_random(pool),
+    }
+    constants = {
+        **{name: value for name, value in _sizes(pool).items() if name != "INNER"},
+        **_window_sizes(pool, token=inputs is not None),
+        "R": rows,
+        "BY_KEY": _by_key(pool),
+        "KEY_COPY": _key_copy(pool),
+        "ROUNDS": PHILOX_ROUNDS,
+        "GLOBAL": None if copy is None else global_options(),
+        "BLOCK": None if copy is None else recipe_of(copy).options,
+    }
+    # Sixteen warps on a multiprocessor: a lane holds 64 numbers of a key dim of 128, and twice that does not fit.
+    registers = tuning.fold_registers or (128 if shape.key_dim <= 128 else None)
+    programs = _fold_programs(pool, inputs, plan.slots.shape[0], tuning)
+    return Launch(product_fold_kernel, programs, arguments, constants, _options(rows // 16, registers))
+
+
+def _product_and_copy(
+    pool: LayerPool,
+    inputs: StepInputs | None,
+    plan: StepPlan | CommitPlan,
+    output: Tensor | None,
+    scratch: Scratch,
+    tuning: Tuning,
+) -> None:
+    product_launch(pool, inputs, plan, output, scratch, tuning).run()
+    if scratch.largest is not None:
+        read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots, scratch.largest)
 
 
 def read_launch(
@@ -228,7 +327,7 @@ def read_launch(
         "slots": plan.slots,
         "origin": _origin(pool),
         **{name: value for name, value in _token(inputs).items() if name != "log_decay"},
-        **{name: value for name, value in scratch._asdict().items() if name not in ("largest", "factors")},
+        **{name: getattr(scratch, name) for name in ("coefficients", "parts", "halves", "decays", "vectors")},
         "output": output,
     }
     constants = {
@@ -245,40 +344,32 @@ def read_launch(
 
 
 def by_product(pool: LayerPool, inputs: StepInputs | None, tuning: Tuning) -> bool:
-    """Whether a fold is done by matrix products: bfloat16 windows and tokens (inputs None for a fold without one), one
-    decay a head, an FP32 checkpoint.
+    """Whether a fold, without a token where inputs are None, is done by matrix products.  Under one decay a head keys
+    are then bfloat16.
     """
-    policy, key_dim = pool.policy, pool.shape.key_dim
-    rest = key_dim - _power_from(key_dim) // 2
+    policy, keys = pool.policy, pool.k_buffer
     return (
         tuning.product
-        and not _by_key(pool)
         and 1 < policy.window <= PRODUCT_WINDOW
-        and policy.checkpoint.name == "fp32"
+        and keys is not None
         and (inputs is None or policy.read_copy is None or policy.options.flush_read == "exact")
-        and pool.k_buffer is not None
-        and pool.k_buffer.dtype == torch.bfloat16
-        and (inputs is None or inputs.k.dtype == torch.bfloat16)
-        and rest == _power_below(rest)
+        and (_by_key(pool) or keys.dtype == (keys if inputs is None else inputs.k).dtype == torch.bfloat16)
     )
 
 
-def _fold_rows(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
-    """Sixteen rows a warp.  Products of four warps become asynchronous ones on Blackwell, where Triton 3.7 does not
-    compile this tile's layout.
-    """
-    return tuning.fold_rows if tuning.fold_rows and by_product(pool, inputs, tuning) else 16
+def _fold_rows(pool: LayerPool, inputs: StepInputs | None, tuning: Tuning) -> int:
+    """Sixteen rows a warp; a product of eight warps, or a whole head, where the value dim allows it."""
+    if not by_product(pool, inputs, tuning):
+        return 16
+    return tuning.fold_rows or _dividing(pool.shape.value_dim, 128)
 
 
-def _fold_programs(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
+def _fold_programs(pool: LayerPool, inputs: StepInputs | None, batch: int, tuning: Tuning) -> int:
     """As many as the multiprocessors of an H200 hold at a time; each has as many tiles as it takes."""
-    warps = _fold_warps(pool, inputs, tuning)
-    tiles = inputs.v.shape[0] * pool.shape.heads * (pool.shape.value_dim // _fold_rows(pool, inputs, tuning))
-    return min(tuning.fold_programs or 132 * (12 // warps), tiles)
-
-
-def _fold_warps(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
-    return _fold_rows(pool, inputs, tuning) // 16 if by_product(pool, inputs, tuning) else 1
+    rows = _fold_rows(pool, inputs, tuning)
+    tiles = batch * pool.shape.heads * (pool.shape.value_dim // rows)
+    held = 16 // (rows // 16) if by_product(pool, inputs, tuning) else 12
+    return min(tuning.fold_programs or MULTIPROCESSORS * held, tiles)
 
 
 def _by_key(pool: LayerPool) -> bool:
@@ -306,8 +397,9 @@ def _copied(pool: LayerPool) -> dict[str, Any]:
     return {"codes": words, "scales": pool.copy_scales, "global_scale": pool.copy_global_scale}
 
 
-def _token(inputs: StepInputs) -> dict[str, Any]:
-    return {name: getattr(inputs, name) for name in ("q", "k", "v", "log_decay", "beta")}
+def _token(inputs: StepInputs | None) -> dict[str, Any]:
+    names = ("q", "k", "v", "log_decay", "beta")
+    return dict.fromkeys(names) if inputs is None else {name: getattr(inputs, name) for name in names}
 
 
 def _random(pool: LayerPool) -> dict[str, Any]:
@@ -334,8 +426,9 @@ def _sizes(pool: LayerPool) -> dict[str, Any]:
     }
 
 
-def _window_sizes(pool: LayerPool) -> dict[str, int]:
-    return {"L": pool.policy.window, "J": _held(pool), "RING": max(pool.records, 1)}
+def _window_sizes(pool: LayerPool, *, token: bool = True) -> dict[str, int]:
+    """A whole window without a token counts as one longer, with a token that is not there."""
+    return {"L": pool.policy.window + (not token), "J": _held(pool), "RING": max(pool.records, 1)}
 
 
 def _key_copy(pool: LayerPool) -> bool:

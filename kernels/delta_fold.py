@@ -17,7 +17,7 @@ import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.decode import widened
-from quantlab.kernels.delta_product import product_tile
+from quantlab.kernels.delta_systems import channel_system, head_system
 from quantlab.kernels.delta_tiles import (
     by_row,
     copy_tile,
@@ -226,13 +226,15 @@ def fold_tile(
 def window_fold_kernel(
     positions, slots, flush_rows, flush_count, origin, codes, scales, global_scale, checkpoint, checkpoint_scales,
     k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, coefficients, parts,
-    halves, decays, vectors, largest, factors, store_numbers, sequence_ids, seed, random_stream, folds,
+    halves, decays, vectors, largest, factors, systems, gammas, keys_before, keys_after, store_numbers, sequence_ids,
+    seed, random_stream, folds,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, HEADS: tl.constexpr,
     SIZE: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr,
-    ROUNDS: tl.constexpr, PRODUCT: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
+    ROUNDS: tl.constexpr, PRODUCT: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The first ``folds`` programs share the tiles of the rows that flush; the others prepare the windows of the rest.
+    """The first ``folds`` programs share the tiles of the rows that flush, or with PRODUCT prepare the systems that
+    ``delta_product`` folds with; the others prepare the windows of the other rows.
 
     largest: float32 (B, H, V / R), at the number of the flush; None without a copy.  factors: float32 (folds, J, K) to
     work in; None unless BY_KEY.  KEY_COPY: whether the copy serves
@@ -241,14 +243,19 @@ def window_fold_kernel(
     """
     pid = tl.program_id(0)
     if pid < folds:
-        total = tl.load(flush_count) * (H * (V // R))
+        TILES: tl.constexpr = 1 if PRODUCT else V // R
+        total = tl.load(flush_count) * (H * TILES)
         # Invariants of the loop would live in registers all the time.
         for item in tl.range(pid, total, folds, num_stages=1, disable_licm=True):
-            if PRODUCT:
-                product_tile(
-                    item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, k_buffer, d_buffer,
-                    v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest,
-                    H, G, V, K, KP, L, J, LEVELS, RING, R, WARPS, KEY_COPY, SIZE,
+            if PRODUCT and BY_KEY:
+                channel_system(
+                    item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta,
+                    systems, gammas, keys_before, keys_after, H, G, K, KP, L, J, LEVELS, RING,
+                )  # fmt: skip
+            elif PRODUCT:
+                head_system(
+                    item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta,
+                    systems, gammas, H, G, K, KP, L, J, LEVELS, RING,
                 )  # fmt: skip
             else:
                 fold_tile(

@@ -4,8 +4,6 @@ A verification is two launches, ``draft_window`` and ``draft_read``; a commit is
 and the read copy of what was folded.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,6 @@ from quantlab.kernels.delta_drafts import (
     draft_read_kernel,
     head_draft_window_kernel,
 )
-from quantlab.kernels.delta_fold import window_fold_kernel
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.drafts import CommitPlan
 from quantlab.schemes.ledger import StateShape
@@ -47,10 +44,13 @@ def verify(
 
 def commit(pool: LayerPool, plan: CommitPlan, tuning: Tuning | None = None) -> None:
     """Fold, store and encode the windows that accepted drafts complete."""
-    launch = fold_launch(pool, plan, tuning or Tuning())
-    launch.run()
-    if launch.arguments["largest"] is not None:
-        read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots, launch.arguments["largest"])
+    tuning = tuning or Tuning()
+    scratch = delta.scratch_of(pool, None, plan, tuning)
+    delta.fold_launch(pool, None, plan, None, scratch, tuning).run()
+    if delta.by_product(pool, None, tuning):
+        delta._product_and_copy(pool, None, plan, None, scratch, tuning)
+    elif scratch.largest is not None:
+        read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots, scratch.largest)
 
 
 def scratch_of(pool: LayerPool, batch: int, count: int) -> dict[str, Tensor | None]:
@@ -141,57 +141,6 @@ def read_launch(
     }
     programs = output.shape[0] * shape.heads * (shape.value_dim // rows)
     return Launch(draft_read_kernel, programs, arguments, constants, delta._options(1, tuning.read_registers))
-
-
-def fold_launch(pool: LayerPool, plan: CommitPlan, tuning: Tuning) -> Launch:
-    """The folds of whole windows: each counts as one longer, with a token that is not there."""
-    shape, policy, batch = pool.shape, pool.policy, plan.slots.shape[0]
-    rows, warps = 16, 1
-    tiles = shape.value_dim // rows
-    folds = min(tuning.fold_programs or 132 * 12, batch * shape.heads * tiles)
-    held, by_key = delta._held(pool), delta._by_key(pool)
-
-    def memory(*sizes: int) -> Tensor:
-        return torch.empty(sizes, dtype=torch.float32, device=pool.device)
-
-    absent = ("q", "k", "v", "log_decay", "beta", "output", "coefficients", "parts", "halves", "decays")
-    arguments: dict[str, Any] = {
-        "positions": plan.positions,
-        "slots": plan.slots,
-        "flush_rows": plan.flush_rows,
-        "flush_count": plan.flush_count,
-        "origin": delta._origin(pool),
-        **delta._copied(pool),
-        **delta._stored(pool),
-        "k_buffer": pool.k_buffer,
-        "d_buffer": pool.d_buffer,
-        "v_buffer": pool.v_buffer,
-        "beta_buffer": pool.beta_buffer,
-        "log_decay_buffer": pool.log_decay_buffer,
-        **dict.fromkeys((*absent, "vectors")),
-        "largest": memory(batch, shape.heads, tiles) if policy.read_copy is not None else None,
-        "factors": memory(folds, held, shape.key_dim) if by_key else None,
-        **delta._random(pool),
-        "folds": folds,
-    }
-    constants = {
-        **delta._sizes(pool),
-        "L": policy.window + 1,
-        "J": held,
-        "RING": pool.records,
-        "KEY_COPY": False,
-        "OUTPUT_COPY": False,
-        "R": rows,
-        "SIZE": delta._power_below(shape.key_dim),
-        "HEADS": delta._power_from(shape.heads // shape.key_heads),
-        "BY_KEY": by_key,
-        "ROUNDS": delta.PHILOX_ROUNDS,
-        "PRODUCT": delta.by_product(pool, None, tuning),
-        "LEVELS": held.bit_length() - 1,
-        "WARPS": warps,
-    }
-    registers = tuning.fold_registers or (168 if policy.checkpoint.name == "fp32" else None)
-    return Launch(window_fold_kernel, folds, arguments, constants, delta._options(warps, registers))
 
 
 def _window_sizes(pool: LayerPool, count: int) -> dict[str, int]:

@@ -99,6 +99,17 @@ def encode_blocks(values, shared, BLOCK: tl.constexpr):
         lift = LIFT
         values = values * LIFT
     amax = tl.max(tl.max(tl.abs(values), 3), 0)
+    scales, divisor, inverse = block_scales(amax, shared, lift, BLOCK)
+    divisor = tl.broadcast_to(divisor[None, :, :, None], values.shape)
+    inverse = tl.broadcast_to(inverse[None, :, :, None], values.shape)
+    return e2m1_nearest(quotient(values, divisor, inverse), values), scales
+
+
+@triton.jit
+def block_scales(amax, shared, lift, BLOCK: tl.constexpr):
+    """Of blocks whose largest magnitude times ``lift``, a power of two, is ``amax``: scales, E4M3 codes in int32, and
+    what ``quotient`` divides lifted values by.
+    """
     unit = tl.full(amax.shape, 1.0, tl.float32) * (BLOCK.code_max * shared * lift)
     scales, factor = e4m3_nearest(quotient(amax, unit, reciprocal(unit)))
     something = amax > 0
@@ -107,10 +118,7 @@ def encode_blocks(values, shared, BLOCK: tl.constexpr):
     divisor = factor * shared
     nothing = (divisor == 0) | (amax == 0)
     divisor = tl.where(nothing, 1.0, divisor * lift)
-    inverse = tl.where(nothing, 0.0, reciprocal(divisor))
-    divisor = tl.broadcast_to(divisor[None, :, :, None], values.shape)
-    inverse = tl.broadcast_to(inverse[None, :, :, None], values.shape)
-    return e2m1_nearest(quotient(values, divisor, inverse), values), scales
+    return scales, divisor, tl.where(nothing, 0.0, reciprocal(divisor))
 
 
 @triton.jit

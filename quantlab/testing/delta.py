@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantlab.kernels import steps, target
-from quantlab.kernels.delta_product import inverse
+from quantlab.kernels.delta_systems import inverse
 from quantlab.kernels.delta_window import column_of_key
 from quantlab.kernels.packed import key_of_half_column
 from quantlab.recurrences import StepInputs

@@ -50,6 +50,10 @@ SLOW = [
     case("fp32/nvfp4@4" + OUTPUT + KEY),
     case("fp32/nvfp4@1" + OUTPUT, cursors=(0, 0)),
     case("fp32/nvfp4@1" + OUTPUT + KEY, cursors=(0, 0)),
+    product("fp16+sr/nvfp4@4", StateShape(1, 32, 64, 1)),
+    product("fp8+sr/nvfp4@4" + DERIVED, StateShape(1, 16, 64, 1)),
+    product("int8@4", StateShape(1, 16, 96, 1)),
+    product("fp32/nvfp4@4", StateShape(1, 64, 160, 1), cursors=(3,)),
     case("fp32@20", cursors=(18, 19)),
     case("fp16/nvfp4@4:buffer=fp16", StateShape(4, 16, 64, 2)),
     case("fp32@1", ODD, cursors=(0, 0)),
@@ -60,6 +64,8 @@ SLOW = [
     channels("fp32/nvfp4@3", StateShape(1, 48, 96, 1), cursors=(1, 2)),
     channels("fp32@4" + DERIVED, StateShape(2, 16, 64, 1)),
     channels("int8/nvfp4@4:buffer=bf16"),
+    channels("fp8+sr/nvfp4@16:buffer=bf16", cursors=(15,)),
+    channels("fp32@20", cursors=(18, 19)),
     channels("bf16@1", cursors=(0, 0)),
 ]
 JOBS = [

@@ -1,0 +1,254 @@
+"""Value rows of a state in the layout of tensor cores, from load to store: decoded, rounded, encoded.
+
+A warp has 16 value rows: lane 4 s + t holds rows 8 p + s and four neighbours of every 16 key dims, which stand for
+columns 2 t, 2 t + 1 of two tiles of eight in a matrix product (``key_of_place``).  The key dim comes in pieces of
+``PIECE``, so that a product's 16-bit parts of only one are in registers at a time.
+
+A piece of R rows is stored as (4, 8, R / 16, 2, PIECE / 16, 4): t, s, warp, p, sixteen, place in it; lanes come first,
+because that is how the compiler deals out what is loaded.  ``lanes`` are the same numbers as (R, PIECE), rows ordered
+s, warp, p and columns t, sixteen, place.
+"""
+
+# A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
+
+import triton
+import triton.language as tl
+
+from quantlab.kernels.arithmetic import INTERPRETED
+from quantlab.kernels.checkpoints import (
+    decoded_tile,
+    distance,
+    ordinary_distance,
+    plain_codes,
+    quick_codes,
+    row_quotients,
+    saturated,
+    scale_of_bits,
+    small_codes,
+)
+from quantlab.kernels.decode import widened
+from quantlab.kernels.nvfp4_encode import LIFT, SMALL, block_scales, e2m1_nearest, quotient
+from quantlab.kernels.random import element_words
+
+PIECE: tl.constexpr = tl.constexpr(32)
+LEAST_SCALE: tl.constexpr = tl.constexpr(2.0**-100)
+
+
+@triton.jit
+def key_of_place(place):
+    """Which key dim stands at a column of the products."""
+    return 16 * (place // 16) + 4 * ((place // 2) % 4) + 2 * ((place // 8) % 2) + place % 2
+
+
+@triton.jit
+def row_of_lane(R: tl.constexpr):
+    """Value row of each row of ``lanes``, (R,)."""
+    WARPS: tl.constexpr = R // 16
+    row = tl.arange(0, R)
+    return 16 * ((row // 2) % WARPS) + 8 * (row % 2) + row // (2 * WARPS)
+
+
+@triton.jit
+def piece_offsets(R: tl.constexpr, K: tl.constexpr):
+    """Offsets of a stored piece, R rows of K, from the first of its numbers."""
+    t = tl.arange(0, 4)[:, None, None, None, None, None]
+    s = tl.arange(0, 8)[None, :, None, None, None, None]
+    w = tl.arange(0, R // 16)[None, None, :, None, None, None]
+    p = tl.arange(0, 2)[None, None, None, :, None, None]
+    n = tl.arange(0, PIECE // 16)[None, None, None, None, :, None]
+    column = 16 * n + 4 * t + tl.arange(0, 4)[None, None, None, None, None, :]
+    return (16 * w + 8 * p + s) * K + column
+
+
+@triton.jit
+def piece_columns(R: tl.constexpr):
+    """Key dim within a piece of every entry of a vector that each lane loads for itself."""
+    t = tl.arange(0, 4)[:, None, None, None, None, None]
+    n = tl.arange(0, PIECE // 16)[None, None, None, None, :, None]
+    column = 16 * n + 4 * t + tl.arange(0, 4)[None, None, None, None, None, :]
+    return tl.broadcast_to(column, (4, 8, R // 16, 1, PIECE // 16, 4))
+
+
+@triton.jit
+def lanes_of_piece(x, R: tl.constexpr):
+    """A stored piece as ``lanes``."""
+    return tl.reshape(tl.permute(x, (1, 2, 3, 0, 4, 5)), (R, PIECE))
+
+
+@triton.jit
+def piece_of_lanes(x, R: tl.constexpr):
+    """The inverse."""
+    x = tl.reshape(x, (8, R // 16, 2, 4, PIECE // 16, 4))
+    return tl.permute(x, (3, 0, 1, 2, 4, 5))
+
+
+@triton.jit
+def decoded_piece(codes, row_scales, R: tl.constexpr, STORE: tl.constexpr):
+    """A stored piece's float32 values; row_scales (R,) in the order of ``lanes``, None where the format has none."""
+    if STORE.scale is None:
+        values = widened(codes)
+    else:
+        values = piece_of_lanes(decoded_tile(lanes_of_piece(codes, R), row_scales, STORE), R)
+    return values
+
+
+@triton.jit
+def operand(x, R: tl.constexpr):
+    """A stored piece as (warps, 16, PIECE), columns as ``key_of_place`` says."""
+    x = tl.reshape(x, (4, 8, R // 16, 2, PIECE // 16, 2, 2))
+    return tl.reshape(tl.permute(x, (2, 3, 1, 4, 5, 0, 6)), (R // 16, 16, PIECE))
+
+
+@triton.jit
+def piece_of_operand(x, R: tl.constexpr):
+    """The inverse."""
+    x = tl.reshape(x, (R // 16, 2, 8, PIECE // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(x, (5, 2, 0, 1, 3, 4, 6)), (4, 8, R // 16, 2, PIECE // 16, 4))
+
+
+@triton.jit
+def afresh(codes):
+    """``codes`` as something that the compiler does not know (the grid has one dimension), so that what was made of
+    them need not stay in registers.
+    """
+    if not INTERPRETED:
+        BYTES: tl.constexpr = codes.dtype.primitive_bitwidth // 8
+        if BYTES < 4:
+            codes = tl.inline_asm_elementwise(
+                "{ .reg .b32 zero; mov.u32 zero, %ctaid.z; xor.b32 $0, $1, zero; }",
+                "=r,r",
+                [codes],
+                codes.dtype,
+                is_pure=True,
+                pack=4 // BYTES,
+            )
+    return codes
+
+
+@triton.jit
+def stored_rows(
+    pieces, checkpoint, checkpoint_scales, first, counter, names, R: tl.constexpr, K: tl.constexpr,
+    STORE: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Round the pieces (``lanes``) of R whole value rows from ``first`` on and store them; returns what they decode to.
+
+    counter: of ``element_words`` at the first element.  names: its other arguments.
+    """
+    PIECES: tl.constexpr = K // PIECE
+    ELEMENT: tl.constexpr = STORE.element
+    at = checkpoint + first * K + piece_offsets(R, K)
+    scales = 1.0
+    found = ()
+    if STORE.scale is not None:
+        OPTIONS: tl.constexpr = STORE.scale
+        bits = tl.zeros((R,), tl.int32)
+        for c in tl.static_range(PIECES):
+            bits = tl.maximum(bits, tl.max(pieces[c].to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
+        scales = scale_of_bits(bits, OPTIONS)
+        tl.store(checkpoint_scales + first + row_of_lane(R), scales)
+    QUICK: tl.constexpr = STORE.stochastic and hasattr(ELEMENT, "exponent_bits")
+    ordinary = True
+    if QUICK and STORE.scale is not None:
+        # What quick_codes asks of quotients, which saturate; a scale that is NaN or too small for this fails.
+        SMALLEST: tl.constexpr = 2.0**ELEMENT.min_exponent
+        least = tl.full((R, PIECE), float("inf"), tl.float32)
+        for c in tl.static_range(PIECES):
+            least = tl.minimum(least, tl.abs(pieces[c]))
+        large = (tl.min(least, 1) >= scales * SMALLEST) & (scales >= LEAST_SCALE)
+        ordinary = tl.min(large.to(tl.int32)) > 0
+    elif QUICK:
+        beyond = tl.zeros((R, PIECE), tl.uint32)
+        for c in tl.static_range(PIECES):
+            beyond = tl.maximum(beyond, distance(saturated(pieces[c], ELEMENT), ELEMENT))
+        ordinary = tl.max(beyond) <= ordinary_distance(ELEMENT)
+    number, sequence, stream, seed = names
+    quad = row_of_lane(R)[:, None] * (K // 4)
+    inner = tl.arange(0, PIECE // 4)[None, :]  # t, sixteen
+    quad = counter + quad + (4 * (inner % (PIECE // 16)) + inner // (PIECE // 16))
+    for c in tl.static_range(PIECES):
+        x = pieces[c]
+        if STORE.scale is not None:
+            x = row_quotients(x, scales)
+        if STORE.element is None:
+            codes = x
+        else:
+            words = None
+            if STORE.stochastic:
+                words = element_words(
+                    (quad + c * (PIECE // 4)).to(tl.uint32), number, sequence, stream, seed, ROUNDS
+                )
+            if QUICK:
+                if ordinary:
+                    codes, _, _ = quick_codes(x, words, ELEMENT)
+                else:
+                    codes = general_codes(x, words, STORE)
+            else:
+                codes = general_codes(x, words, STORE)
+        tl.store(at + c * PIECE, piece_of_lanes(codes, R))
+        found += (codes,)
+    return found, scales
+
+
+@triton.jit
+def general_codes(x, words, STORE: tl.constexpr):
+    """Codes of x, in units of its row scales, whatever x is."""
+    if STORE.scale is None:
+        codes, _ = plain_codes(x, words, STORE)
+    else:
+        codes = small_codes(x, words, STORE)
+    return codes
+
+
+@triton.jit
+def block_maxima(pieces, row_scales, V: tl.constexpr, STORE: tl.constexpr):
+    """Largest magnitudes of the blocks of a whole head (``lanes``): one (4, V, PIECE / 16) for every four pieces.
+
+    Four lanes share a block, so each gets those of another piece's to derive scales from.
+    """
+    found = ()
+    t = tl.arange(0, 4)[:, None, None]
+    for four in tl.static_range(0, len(pieces), 4):
+        amax = tl.zeros((4, V, PIECE // 16), tl.float32)
+        for c in tl.static_range(four, min(four + 4, len(pieces))):
+            blocks = tl.reshape(decoded_tile(pieces[c], row_scales, STORE), (V, 4, PIECE // 16, 4))
+            largest = tl.max(tl.max(tl.abs(blocks), 3), 1)
+            amax = tl.where(t == c - four, largest[None, :, :], amax)
+        found += (amax,)
+    return found
+
+
+@triton.jit
+def encode_head(
+    pieces, row_scales, maxima, shared, code_halves, scale_pairs, head, V: tl.constexpr, K: tl.constexpr,
+    STORE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The read copy of a whole head from its pieces (``lanes``) and their ``block_maxima`` under the global scale.
+
+    code_halves: int16, four codes each.  scale_pairs: int16, two scales each.
+    """
+    PIECES: tl.constexpr = K // PIECE
+    SIXTEENS: tl.constexpr = PIECE // 16
+    t, row, n, place = tl.arange(0, 4), row_of_lane(V), tl.arange(0, SIXTEENS), tl.arange(0, 4)
+    lift = tl.where(shared < SMALL, LIFT, 1.0)
+    inner = row[:, None] * (K // 4) + 4 * n[None, :]
+    half_at = code_halves + head * (V * K // 4) + (t[:, None, None] + inner[None, :, :])
+    pair_at = scale_pairs + head * (V * K // 32) + row[None, :] * (K // 32) + t[:, None]
+    for four in tl.static_range(0, PIECES, 4):
+        scales, divisors, inverses = block_scales(maxima[four // 4] * lift, shared, lift, BLOCK)
+        pairs = tl.sum(scales << (8 * n)[None, None, :], 2)
+        tl.store(pair_at + four, pairs.to(tl.int16), mask=(t < PIECES - four)[:, None])
+        for c in tl.static_range(four, min(four + 4, PIECES)):
+            own = (t == c - four)[:, None, None]
+            divisor = tl.sum(tl.where(own, divisors, 0.0), 0)
+            inverse = tl.sum(tl.where(own, inverses, 0.0), 0)
+            values = decoded_tile(afresh(pieces[c]), row_scales, STORE)
+            blocks = tl.permute(tl.reshape(values, (V, 4, SIXTEENS, 4)), (1, 0, 2, 3))
+            if shared < SMALL:  # remainders would be subnormal
+                blocks *= LIFT
+            divisor = tl.broadcast_to(divisor[None, :, :, None], blocks.shape)
+            inverse = tl.broadcast_to(inverse[None, :, :, None], blocks.shape)
+            codes = e2m1_nearest(quotient(blocks, divisor, inverse), blocks)
+            halves = tl.sum(codes << (4 * place)[None, None, None, :], 3)
+            tl.store(half_at + c * (PIECE // 4), halves.to(tl.int16))
