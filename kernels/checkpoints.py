@@ -4,6 +4,8 @@ A ``Store`` says what a checkpoint's format makes of a tile; kernels take it as 
 fp16, and fp8_e4m3 and int8 under one float32 scale a value row; rounded to nearest, or stochastically by all 32 bits of
 a random word.
 
+A tile is (rows, columns), or one of ``delta_tiles``, (LANES, S, P, N, INNER) with scales (S, P).
+
 What torch refuses to store as diverged, a kernel cannot refuse: a NaN or Inf stays one in fp32, bf16 and fp16, and
 under row scales it makes its row's scale NaN, so that whatever reads the row shows it.
 """
@@ -75,21 +77,41 @@ def unserved(fmt: Format) -> str | None:
 
 @triton.jit
 def decoded_tile(codes, row_scales, STORE: tl.constexpr):
-    """codes (rows, columns) as stored, row_scales (rows,) float32 or None -> float32 values."""
+    """codes of a tile as stored, a float32 scale a row or None -> float32 values."""
     ELEMENT: tl.constexpr = STORE.element
     if STORE.scale is None:
         values = widened(codes)
     else:
-        values = element_value(codes, ELEMENT) * row_scales[:, None]
+        values = element_value(codes, ELEMENT) * over_rows(row_scales)
     return values
 
 
 @triton.jit
-def rounded_tile(x, words, STORE: tl.constexpr):
-    """float32 x (rows, columns), whole value rows, and uint32 random words or None, to what is stored.
+def over_rows(numbers):
+    """A number a row, to broadcast over a tile."""
+    if len(numbers.shape) == 1:
+        result = numbers[:, None]
+    else:
+        result = numbers[None, :, :, None, None]
+    return result
 
-    Returns codes in the dtype of the checkpoint's memory; row scales (rows,), 0.0 where the format has none; the
-    float32 values that the codes decode to.
+
+@triton.jit
+def largest_of_rows(x):
+    """Along each row of a tile."""
+    if len(x.shape) == 2:
+        result = tl.max(x, 1)
+    else:
+        result = tl.max(tl.max(tl.max(x, 4), 3), 0)
+    return result
+
+
+@triton.jit
+def rounded_tile(x, words, STORE: tl.constexpr):
+    """A float32 tile, whole value rows, and uint32 random words or None, to what is stored.
+
+    Returns codes in the dtype of the checkpoint's memory; a scale a row, 0.0 where the format has none; the float32
+    values that the codes decode to.
     """
     if STORE.scale is None:
         codes, values = plain_codes(x, words, STORE)
@@ -105,15 +127,15 @@ def rounded_tile(x, words, STORE: tl.constexpr):
 def store_tile(
     at, scales_at, mask, x, counter, number, sequence, stream, seed, STORE: tl.constexpr, ROUNDS: tl.constexpr
 ):
-    """Round x (rows, columns), whole value rows, and store it: codes at the pointers ``at`` where ``mask`` allows
-    (None: everywhere), row scales at ``scales_at`` (rows,), None where the format has none.  Returns the largest
-    |stored|.
+    """Round a float32 tile, whole value rows, and store it: codes at the pointers ``at`` where ``mask`` allows (None:
+    everywhere), row scales at ``scales_at``, None where the format has none.  Returns the largest |stored|.
 
-    The other arguments are those of ``element_words``, for stochastic rounding.
+    Only of (rows, columns) may the mask leave out rows.  The other arguments are those of ``element_words``, for
+    stochastic rounding.
     """
     ELEMENT: tl.constexpr = STORE.element
     inside = None
-    if mask is not None:
+    if mask is not None and len(x.shape) == 2:
         inside = tl.max(mask.to(tl.int32), 1) > 0
     if STORE.stochastic and hasattr(ELEMENT, "exponent_bits"):
         factor = 1.0
@@ -122,7 +144,7 @@ def store_tile(
             scales = row_scale(x, OPTIONS)
             tl.store(scales_at, scales, mask=inside)
             x = row_quotients(x, scales)
-            factor = scales[:, None]
+            factor = over_rows(scales)
         words = element_words(counter, number, sequence, stream, seed, ROUNDS)
         codes, values, ordinary = quick_codes(x, words, ELEMENT)
         tl.store(at, codes, mask=mask)
@@ -242,9 +264,9 @@ def plain_codes(x, words, STORE: tl.constexpr):
 
 @triton.jit
 def row_scale(x, OPTIONS: tl.constexpr):
-    """float32 x (rows, columns) -> ``float_scale`` of each row's largest magnitude; NaN if the row is not finite."""
+    """A float32 tile -> ``float_scale`` of each row's largest magnitude; NaN if the row is not finite."""
     # Magnitudes order like their bit patterns, and a NaN is above Inf.
-    return scale_of_bits(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), OPTIONS)
+    return scale_of_bits(largest_of_rows(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF), OPTIONS)
 
 
 @triton.jit
@@ -267,9 +289,9 @@ def row_quotients(x, scales):
     lift = tl.where(scales < SMALL, LIFT, 1.0)
     divisor = scales * lift
     inverse = tl.math.div_rn(tl.full(scales.shape, 1.0, tl.float32), divisor)
-    divisor = tl.broadcast_to(divisor[:, None], x.shape)
-    inverse = tl.broadcast_to(inverse[:, None], x.shape)
-    lifted = x * lift[:, None]
+    divisor = tl.broadcast_to(over_rows(divisor), x.shape)
+    inverse = tl.broadcast_to(over_rows(inverse), x.shape)
+    lifted = x * over_rows(lift)
     quotient = lifted * inverse
     quotient = multiply_add(multiply_add(-quotient, divisor, lifted), inverse, quotient)
     quotient = multiply_add(multiply_add(-quotient, divisor, lifted), inverse, quotient)

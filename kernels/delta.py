@@ -18,7 +18,7 @@ from quantlab.kernels.checkpoints import store_of
 from quantlab.kernels.delta_fold import step_kernel, window_fold_kernel
 from quantlab.kernels.delta_product import product_fold_kernel
 from quantlab.kernels.delta_read import read_kernel
-from quantlab.kernels.delta_tiles import inner_of
+from quantlab.kernels.delta_tiles import LANES_A_ROW, inner_of
 from quantlab.kernels.scales import global_options, recipe_of
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.drafts import CommitPlan, room
@@ -41,11 +41,13 @@ PRODUCT_WINDOW = 16
 class Tuning:
     """How the kernels of one layer are launched; None where the shape decides.
 
-    read_rows, fold_rows: value rows of a tile.  read_registers, fold_registers: the most a thread may have.
+    step_rows, read_rows, fold_rows: value rows of a tile.  step_registers and its like: the most a thread may have.
     fold_programs: they share the tiles of the rows that flush.  product: whether a fold may be matrix products, whose
-    systems ``system_programs`` share.
+    systems ``system_programs`` share.  lanes: of a warp that share a value row of a dense state.
     """
 
+    step_rows: int | None = None
+    step_registers: int | None = None
     read_rows: int | None = None
     read_registers: int | None = None
     fold_rows: int | None = None
@@ -53,6 +55,7 @@ class Tuning:
     fold_programs: int | None = None
     product: bool = True
     system_programs: int | None = None
+    lanes: int | None = None
 
 
 class Launch(NamedTuple):
@@ -141,7 +144,7 @@ def step_launch(
     pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor, tuning: Tuning
 ) -> Launch:
     """The state of every row rewritten."""
-    shape, rows = pool.shape, tuning.fold_rows or 16
+    shape, rows = pool.shape, tuning.step_rows or _warp_rows(pool)
     arguments = {
         **_stored(pool),
         "positions": plan.positions,
@@ -150,9 +153,9 @@ def step_launch(
         "output": output,
         **_random(pool),
     }
-    constants = {**_sizes(pool), "R": rows, "BY_KEY": _by_key(pool), "ROUNDS": PHILOX_ROUNDS}
+    constants = {**_sizes(pool, tuning), "R": rows, "BY_KEY": _by_key(pool), "ROUNDS": PHILOX_ROUNDS}
     programs = output.shape[0] * shape.heads * (shape.value_dim // rows)
-    return Launch(step_kernel, programs, arguments, constants, _options(1, tuning.fold_registers))
+    return Launch(step_kernel, programs, arguments, constants, _options(1, tuning.step_registers))
 
 
 def scratch_of(
@@ -203,7 +206,8 @@ def fold_launch(
     """
     shape, policy, batch = pool.shape, pool.policy, plan.slots.shape[0]
     product = by_product(pool, inputs, tuning)
-    rows, folds = 16, _fold_programs(pool, inputs, batch, tuning)
+    rows = 16 if product else _fold_rows(pool, inputs, tuning)
+    folds = _fold_programs(pool, inputs, batch, tuning)
     if product:
         folds = min(tuning.system_programs or MULTIPROCESSORS * 12, batch * shape.heads)
     windows = batch * (shape.heads if _by_key(pool) else shape.key_heads) if policy.window > 1 else 0
@@ -229,7 +233,7 @@ def fold_launch(
         "folds": folds,
     }
     constants = {
-        **_sizes(pool),
+        **_sizes(pool, tuning),
         **_window_sizes(pool, token=inputs is not None),
         "KEY_COPY": _key_copy(pool),
         "R": rows,
@@ -282,7 +286,7 @@ def product_launch(
         **_random(pool),
     }
     constants = {
-        **{name: value for name, value in _sizes(pool).items() if name != "INNER"},
+        **{name: value for name, value in _sizes(pool, tuning).items() if name not in ("LANES", "INNER")},
         **_window_sizes(pool, token=inputs is not None),
         "R": rows,
         "BY_KEY": _by_key(pool),
@@ -315,9 +319,12 @@ def read_launch(
 ) -> Launch:
     """The reads through the windows that are not full."""
     shape, copy = pool.shape, pool.policy.read_copy is not None
-    rows = tuning.read_rows or _dividing(
-        shape.value_dim, 64 if _key_copy(pool) and shape.key_dim <= 128 else 16
-    )
+    if _key_copy(pool):
+        most = 64 if shape.key_dim <= 128 else 16
+    else:
+        # Of a checkpoint alone as many bytes in flight whatever its format.
+        most = 16 if copy else 64 // pool.checkpoint.element_size()
+    rows = tuning.read_rows or _dividing(shape.value_dim, most)
     arguments = {
         **_copied(pool),
         **_stored(pool),
@@ -331,7 +338,7 @@ def read_launch(
         "output": output,
     }
     constants = {
-        **_sizes(pool),
+        **_sizes(pool, tuning),
         **_window_sizes(pool),
         "R": rows,
         "SIZE": _power_below(shape.key_dim),
@@ -358,10 +365,15 @@ def by_product(pool: LayerPool, inputs: StepInputs | None, tuning: Tuning) -> bo
 
 
 def _fold_rows(pool: LayerPool, inputs: StepInputs | None, tuning: Tuning) -> int:
-    """Sixteen rows a warp; a product of eight warps, or a whole head, where the value dim allows it."""
-    if not by_product(pool, inputs, tuning):
-        return 16
-    return tuning.fold_rows or _dividing(pool.shape.value_dim, 128)
+    """Of a product sixteen rows a warp, and eight warps, or a whole head, where the value dim allows it."""
+    if by_product(pool, inputs, tuning):
+        return tuning.fold_rows or _dividing(pool.shape.value_dim, 128)
+    return tuning.fold_rows or _warp_rows(pool)
+
+
+def _warp_rows(pool: LayerPool) -> int:
+    """Value rows that a warp rewrites at a time; random words take the registers of half of them."""
+    return 8 if pool.policy.checkpoint.stochastic else 16
 
 
 def _fold_programs(pool: LayerPool, inputs: StepInputs | None, batch: int, tuning: Tuning) -> int:
@@ -413,15 +425,17 @@ def _random(pool: LayerPool) -> dict[str, Any]:
     }
 
 
-def _sizes(pool: LayerPool) -> dict[str, Any]:
+def _sizes(pool: LayerPool, tuning: Tuning) -> dict[str, Any]:
     shape = pool.shape
+    lanes = tuning.lanes or LANES_A_ROW
     return {
         "H": shape.heads,
         "G": shape.key_heads,
         "V": shape.value_dim,
         "K": shape.key_dim,
         "KP": _power_from(shape.key_dim),
-        "INNER": inner_of(pool.checkpoint.element_size(), shape.key_dim),
+        "LANES": lanes,
+        "INNER": inner_of(pool.checkpoint.element_size(), shape.key_dim, lanes),
         "STORE": store_of(pool.policy.checkpoint),
     }
 

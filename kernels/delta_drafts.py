@@ -30,7 +30,7 @@ import triton.language as tl
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.decode import widened
 from quantlab.kernels.delta_read import copy_operand, flat_rows
-from quantlab.kernels.delta_tiles import dense_tile, tile_columns, tile_rows
+from quantlab.kernels.delta_tiles import dense_tile, tile_rows, tile_vector
 from quantlab.kernels.delta_window import (
     channel_sums,
     column_of_key,
@@ -242,8 +242,8 @@ def draft_read_kernel(
     codes, scales, global_scale, checkpoint, checkpoint_scales, d_buffer, v_buffer, positions, slots, origin,
     q, k, v, beta, coefficients, pairs, halves, decays, vectors, output,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr,
-    RING: tl.constexpr, T: tl.constexpr, TP: tl.constexpr, R: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr,
-    STORE: tl.constexpr, COPY: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
+    RING: tl.constexpr, T: tl.constexpr, TP: tl.constexpr, R: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr,
+    INNER: tl.constexpr, STORE: tl.constexpr, COPY: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
 ):  # fmt: skip
     """Outputs (B, T, H, V) of all drafts, and their d (and v) behind the window.  R value rows of a head a program.
 
@@ -255,10 +255,10 @@ def draft_read_kernel(
     DENSE: tl.constexpr = not (COPY and KEY_COPY)
     pid = tl.program_id(0)
     b, h, tile = pid // (H * TILES), (pid // TILES) % H, pid % TILES
-    n = tl.load(positions + b)
-    if n < 0:
+    n, slot = tl.load(positions + b), tl.load(slots + b).to(tl.int64)
+    # The slot as well, because one that decides nothing would be loaded after the position has come.
+    if (n < 0) | (slot < 0):
         return
-    slot = tl.load(slots + b).to(tl.int64)
     r, j, c, token = tl.arange(0, R), tl.arange(0, J), tl.arange(0, 4 * TP), tl.arange(0, TP)
     g, head, row = h // (H // G), slot * H + h, tile * R + r
     record = (head * RING + ring_place(origin, slot, j, RING))[:, None] * V + row[None, :]
@@ -295,10 +295,8 @@ def draft_read_kernel(
             total = window
     along_key, along_query = token_sums(total, R, TP)
     if DENSE:
-        column = tile_columns(KP, INNER)
-        state = dense_tile(
-            checkpoint, checkpoint_scales, head * V + tile * R, tile_rows(R), K, KP, INNER, STORE
-        )
+        first, rows = head * V + tile * R, tile_rows(R, LANES)
+        state = dense_tile(checkpoint, checkpoint_scales, first, rows, K, KP, LANES, INNER, STORE)
         for t in tl.static_range(T):
             if BY_KEY:
                 key_at = vectors + (whole + t) * (2 * K)
@@ -306,10 +304,11 @@ def draft_read_kernel(
             else:
                 key_at, query_at = k + ((b * T + t) * G + g) * K, q + ((b * T + t) * G + g) * K
             mine = (token == t)[None, :]
-            from_state = flat_rows(state * entries(key_at, column, K)) * tl.load(decays + (whole + t) * 2)
+            from_state = flat_rows(state * tile_vector(key_at, K, KP, LANES, INNER))
+            from_state *= tl.load(decays + (whole + t) * 2)
             along_key += tl.where(mine, from_state[:, None], 0.0)
             if not COPY:
-                from_state = flat_rows(state * entries(query_at, column, K))
+                from_state = flat_rows(state * tile_vector(query_at, K, KP, LANES, INNER))
                 from_state *= tl.load(decays + (whole + t) * 2 + 1)
                 along_query += tl.where(mine, from_state[:, None], 0.0)
     for s in tl.static_range(T):

@@ -1,6 +1,6 @@
 """The stores of a delta rule: the step that rewrites the state each token, and the fold of a full window.
 
-    S' = decay S        d = beta (v - S' k)        S = S' + d k^T        o = S q
+    S' = decay S        d = beta (v - S' k)        S = S' + d k^T        o = S q = S' q + d (k . q)
 
 A fold runs this recurrence over the window's records and the token on a tile of value rows that stays in registers,
 which is the forward substitution for the window's d without its triangular system.  With ``contents=derived`` the
@@ -16,23 +16,21 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
+from quantlab.kernels.checkpoints import over_rows
 from quantlab.kernels.decode import widened
 from quantlab.kernels.delta_systems import channel_system, head_system
 from quantlab.kernels.delta_tiles import (
-    by_row,
     copy_tile,
     dense_tile,
     row_sums,
-    row_words,
     store_tile,
-    tile_columns,
     tile_rows,
+    tile_vector,
 )
 from quantlab.kernels.delta_window import (
     channel_coefficients,
     channel_decays,
     channel_window,
-    entries,
     head_coefficients,
     head_window,
     newest_first,
@@ -41,10 +39,13 @@ from quantlab.kernels.delta_window import (
 
 
 @triton.jit
-def step_decay(log_decay, head, column, K: tl.constexpr, BY_KEY: tl.constexpr):
-    """exp of a head's log decay, a number or one a key channel (at ``column``)."""
+def step_decay(
+    log_decay, head, K: tl.constexpr, KP: tl.constexpr, LANES: tl.constexpr, INNER: tl.constexpr,
+    BY_KEY: tl.constexpr,
+):  # fmt: skip
+    """exp of a head's log decay, a number or one a key channel."""
     if BY_KEY:
-        factor = tl.exp(entries(log_decay + head * K, column, K))
+        factor = tl.exp(tile_vector(log_decay + head * K, K, KP, LANES, INNER))
     else:
         factor = tl.exp(widened(tl.load(log_decay + head)))
     return factor
@@ -56,7 +57,7 @@ def step_kernel(
     checkpoint, checkpoint_scales, positions, slots, q, k, v, log_decay, beta, output, store_numbers, sequence_ids,
     seed, random_stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
-    INNER: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr,
+    LANES: tl.constexpr, INNER: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """One token of every row, R value rows of a head a program; the output is read before rounding.
@@ -66,29 +67,30 @@ def step_kernel(
     TILES: tl.constexpr = V // R
     pid = tl.program_id(0)
     b, h, tile = pid // (H * TILES), (pid // TILES) % H, pid % TILES
-    if tl.load(positions + b) < 0:
+    position, slot = tl.load(positions + b), tl.load(slots + b).to(tl.int64)
+    # The slot as well, because one that decides nothing would be loaded after the position has come.
+    if (position < 0) | (slot < 0):
         return
-    slot = tl.load(slots + b).to(tl.int64)
     g = h // (H // G)
-    r, column = tile_rows(R), tile_columns(KP, INNER)
-    first_row = h * V + tile * R
-    row = first_row + r
-    first = (slot * H + h) * V + tile * R
-    state = dense_tile(checkpoint, checkpoint_scales, first, r, K, KP, INNER, STORE)
-    key, query = entries(k + (b * G + g) * K, column, K), entries(q + (b * G + g) * K, column, K)
-    value = widened(tl.load(v + b * (H * V) + row))
+    r = tile_rows(R, LANES)
+    row = tile * R + r
+    value = widened(tl.load(v + (b * H + h) * V + row))
     strength = widened(tl.load(beta + b * H + h))
-    state *= step_decay(log_decay, b * H + h, column, K, BY_KEY)
+    key = tile_vector(k + (b * G + g) * K, K, KP, LANES, INNER)
+    query = tile_vector(q + (b * G + g) * K, K, KP, LANES, INNER)
+    decay = step_decay(log_decay, b * H + h, K, KP, LANES, INNER, BY_KEY)
+    first = (slot * H + h) * V + tile * R
+    state = dense_tile(checkpoint, checkpoint_scales, first, r, K, KP, LANES, INNER, STORE)
+    state *= decay
+    # The output is read from the state below the token, so that no sum waits for another.
     d = strength * (value - row_sums(state * key))
-    state += by_row(d) * key
-    result = row_sums(state * query)
-    tl.store(output + b * (H * V) + row, narrowed(result, output.dtype.element_ty))
-    words = None
-    if STORE.stochastic:
-        words = row_words(
-            first_row + tl.arange(0, R), slot, store_numbers, sequence_ids, seed, random_stream, K, KP, ROUNDS
-        )
-    store_tile(state, checkpoint, checkpoint_scales, first, r, words, K, KP, INNER, STORE)
+    result = row_sums(state * query) + d * row_sums(key * query)
+    state += over_rows(d) * key
+    tl.store(output + (b * H + h) * V + row, narrowed(result, output.dtype.element_ty))
+    store_tile(
+        state, checkpoint, checkpoint_scales, first, r, h * V + tile * R, slot, store_numbers, sequence_ids, seed,
+        random_stream, K, KP, LANES, INNER, STORE, ROUNDS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -96,24 +98,24 @@ def viewed_read(
     state, value, strength, key, query, slot, b, h, tile, origin, codes, scales, global_scale, k_buffer, d_buffer,
     log_decay_buffer, q, k, log_decay,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
-    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, BY_KEY: tl.constexpr,
-    KEY_COPY: tl.constexpr,
+    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, INNER: tl.constexpr,
+    BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
 ):  # fmt: skip
     """What the token of a full window reads through the copy (S k from the checkpoint without KEY_COPY) and the
     records' d as they are: its d and the output.
     """
-    j, column, head = tl.arange(0, J), tile_columns(KP, INNER), slot * H + h
-    own = tl.max(tl.max(row_sums(key * query), 1), 0)
+    j, head = tl.arange(0, J), slot * H + h
+    own = row_sums(key * query)
     whole = 1.0
     if BY_KEY:
         j = newest_first(J)
         from_key, from_query, _, _, _ = channel_coefficients(
             k_buffer, log_decay_buffer, origin, slot, b, h, L - 1, q, k, log_decay, H, G, K, KP, L, J, RING
         )
-        total = entries(log_decay + (b * H + h) * K, column, K)
+        total = tile_vector(log_decay + (b * H + h) * K, K, KP, LANES, INNER)
         for i in range(L - 1):
             gate = head * RING + ring_place(origin, slot, i, RING)
-            total += entries(log_decay_buffer + gate * K, column, K)
+            total += tile_vector(log_decay_buffer + gate * K, K, KP, LANES, INNER)
         key *= tl.exp(total)
         query *= tl.exp(total)
     else:
@@ -124,7 +126,7 @@ def viewed_read(
         )  # fmt: skip
         from_key, from_query, whole = tl.sum(from_key, 0), tl.sum(from_query, 0), tl.sum(whole, 0)
     first = head * V + tile * R
-    viewed = copy_tile(codes, scales, global_scale, head, first, tile_rows(R), K, KP, INNER)
+    viewed = copy_tile(codes, scales, global_scale, head, first, tile_rows(R, LANES), K, KP, LANES, INNER)
     along_query = row_sums(viewed * query) * whole
     if KEY_COPY:
         along_key = row_sums(viewed * key) * whole
@@ -132,7 +134,7 @@ def viewed_read(
         along_key = row_sums(state * key) * whole
     if L > 1:
         record = (head * RING + ring_place(origin, slot, j, RING)) * V
-        at = record[:, None, None] + tile * R + tile_rows(R)[None, :, :]
+        at = record[:, None, None] + tile * R + tile_rows(R, LANES)[None, :, :]
         records = widened(tl.load(d_buffer + at, mask=(j < L - 1)[:, None, None], other=0))
         along_key += tl.sum(records * from_key[:, None, None], 0)
         # The token's own coefficient stands at L - 1, where the tile of records is zero.
@@ -147,7 +149,7 @@ def fold_tile(
     v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest, factors, store_numbers,
     sequence_ids, seed, random_stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
-    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
+    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, INNER: tl.constexpr,
     STORE: tl.constexpr, BY_KEY: tl.constexpr,
     KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr,
     ROUNDS: tl.constexpr,
@@ -165,13 +167,14 @@ def fold_tile(
     b = tl.load(flush_rows + i)
     slot = tl.load(slots + b).to(tl.int64)
     g, head = h // (H // G), slot * H + h
-    r, column = tile_rows(R), tile_columns(KP, INNER)
+    r = tile_rows(R, LANES)
     first_row = h * V + tile * R
     row = first_row + r
     first = head * V + tile * R
-    state = dense_tile(checkpoint, checkpoint_scales, first, r, K, KP, INNER, STORE)
+    state = dense_tile(checkpoint, checkpoint_scales, first, r, K, KP, LANES, INNER, STORE)
     if q is not None:
-        key, query = entries(k + (b * G + g) * K, column, K), entries(q + (b * G + g) * K, column, K)
+        key = tile_vector(k + (b * G + g) * K, K, KP, LANES, INNER)
+        query = tile_vector(q + (b * G + g) * K, K, KP, LANES, INNER)
         value = widened(tl.load(v + b * (H * V) + row))
         strength = widened(tl.load(beta + b * H + h))
 
@@ -179,17 +182,17 @@ def fold_tile(
         read_d, viewed_output = viewed_read(
             state, value, strength, key, query, slot, b, h, tile, origin, codes, scales, global_scale, k_buffer,
             d_buffer, log_decay_buffer, q, k, log_decay,
-            H, G, V, K, KP, L, J, RING, R, INNER, BY_KEY, KEY_COPY,
+            H, G, V, K, KP, L, J, RING, R, LANES, INNER, BY_KEY, KEY_COPY,
         )  # fmt: skip
     if BY_KEY and L > 1:
-        # Eight lanes share a channel, so they had better not form its decay eight times.
+        # Lanes of several rows share a channel, and they had better not form its decay again.
         channel_decays(log_decay_buffer, origin, slot, h, factors, H, K, KP, L, J, RING)
     for j in range(L - 1):
         place = ring_place(origin, slot, j, RING)
-        record_key = entries(k_buffer + ((slot * G + g) * RING + place) * K, column, K)
+        record_key = tile_vector(k_buffer + ((slot * G + g) * RING + place) * K, K, KP, LANES, INNER)
         gate = head * RING + place
         if BY_KEY:
-            state *= entries(factors + j * K, column, K)
+            state *= tile_vector(factors + j * K, K, KP, LANES, INNER)
         else:
             state *= tl.exp(tl.load(log_decay_buffer + gate))
         record = gate * V + tile * R + r
@@ -198,25 +201,23 @@ def fold_tile(
             d = tl.load(beta_buffer + gate) * (record_value - row_sums(state * record_key))
         else:
             d = widened(tl.load(d_buffer + record))
-        state += by_row(d) * record_key
+        state += over_rows(d) * record_key
     if q is not None:
-        state *= step_decay(log_decay, b * H + h, column, K, BY_KEY)
+        state *= step_decay(log_decay, b * H + h, K, KP, LANES, INNER, BY_KEY)
         if KEY_COPY and not RAW:
             d = read_d
         else:
             d = strength * (value - row_sums(state * key))
-        state += by_row(d) * key
         if OUTPUT_COPY:
             result = viewed_output
         else:
-            result = row_sums(state * query)
+            result = row_sums(state * query) + d * row_sums(key * query)
+        state += over_rows(d) * key
         tl.store(output + b * (H * V) + row, narrowed(result, output.dtype.element_ty))
-    words = None
-    if STORE.stochastic:
-        words = row_words(
-            first_row + tl.arange(0, R), slot, store_numbers, sequence_ids, seed, random_stream, K, KP, ROUNDS
-        )
-    most = store_tile(state, checkpoint, checkpoint_scales, first, r, words, K, KP, INNER, STORE)
+    most = store_tile(
+        state, checkpoint, checkpoint_scales, first, r, first_row, slot, store_numbers, sequence_ids, seed,
+        random_stream, K, KP, LANES, INNER, STORE, ROUNDS,
+    )  # fmt: skip
     if largest is not None:
         tl.store(largest + item, most)
 
@@ -229,7 +230,7 @@ def window_fold_kernel(
     halves, decays, vectors, largest, factors, systems, gammas, keys_before, keys_after, store_numbers, sequence_ids,
     seed, random_stream, folds,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
-    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, HEADS: tl.constexpr,
+    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, INNER: tl.constexpr, HEADS: tl.constexpr,
     SIZE: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr,
     ROUNDS: tl.constexpr, PRODUCT: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
@@ -263,7 +264,7 @@ def window_fold_kernel(
                     k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output,
                     largest, None if factors is None else factors + pid * (J * K), store_numbers, sequence_ids, seed,
                     random_stream,
-                    H, G, V, K, KP, L, J, RING, R, INNER, STORE, BY_KEY, KEY_COPY, OUTPUT_COPY, ROUNDS,
+                    H, G, V, K, KP, L, J, RING, R, LANES, INNER, STORE, BY_KEY, KEY_COPY, OUTPUT_COPY, ROUNDS,
                 )  # fmt: skip
     elif q is None:
         pass

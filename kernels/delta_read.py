@@ -16,8 +16,8 @@ import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.decode import widened
-from quantlab.kernels.delta_tiles import dense_tile, row_sums, tile_columns, tile_rows
-from quantlab.kernels.delta_window import column_sums, entries, ring_place
+from quantlab.kernels.delta_tiles import dense_tile, row_sums, tile_rows, tile_vector
+from quantlab.kernels.delta_window import column_sums, ring_place
 from quantlab.kernels.packed import HALF_UNIT, LOW_QUERY, half_operand, product
 
 
@@ -51,7 +51,7 @@ def copy_product(words, scales, first, r, halves, K: tl.constexpr, SIZE: tl.cons
 def flat_rows(x):
     """``row_sums`` as (R,)."""
     sums = row_sums(x)
-    return tl.reshape(sums, (sums.shape[0] * 8,))
+    return tl.reshape(sums, (sums.shape[0] * sums.shape[1],))
 
 
 @triton.jit
@@ -59,8 +59,8 @@ def read_kernel(
     codes, scales, global_scale, checkpoint, checkpoint_scales, d_buffer, v_buffer, positions, slots, origin,
     q, k, v, beta, coefficients, parts, halves, decays, vectors, output,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
-    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr,
-    STORE: tl.constexpr, COPY: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
+    J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr,
+    INNER: tl.constexpr, STORE: tl.constexpr, COPY: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
 ):  # fmt: skip
     """Rows that do not flush: output (B, H, V), and d (and v) behind the window.  R value rows of a head a program.
 
@@ -71,10 +71,10 @@ def read_kernel(
     DENSE: tl.constexpr = not (COPY and KEY_COPY)
     pid = tl.program_id(0)
     b, h, tile = pid // (H * TILES), (pid // TILES) % H, pid % TILES
-    n = tl.load(positions + b)
-    if (n < 0) | (n == L - 1):
+    n, slot = tl.load(positions + b), tl.load(slots + b).to(tl.int64)
+    # The slot as well, because one that decides nothing would be loaded after the position has come.
+    if (n < 0) | (n == L - 1) | (slot < 0):
         return
-    slot = tl.load(slots + b).to(tl.int64)
     r, j, c, g = tl.arange(0, R), tl.arange(0, J), tl.arange(0, 8), h // (H // G)
     head = slot * H + h
     row = tile * R + r
@@ -109,18 +109,25 @@ def read_kernel(
             along_key += from_key
             along_query += from_query
     if DENSE:
-        column = tile_columns(KP, INNER)
         state = dense_tile(
-            checkpoint, checkpoint_scales, head * V + tile * R, tile_rows(R), K, KP, INNER, STORE
+            checkpoint,
+            checkpoint_scales,
+            head * V + tile * R,
+            tile_rows(R, LANES),
+            K,
+            KP,
+            LANES,
+            INNER,
+            STORE,
         )
         if BY_KEY:
             key_at = vectors + (b * H + h) * (2 * K)
             query_at = key_at + K
         else:
             key_at, query_at = k + (b * G + g) * K, q + (b * G + g) * K
-        along_key += flat_rows(state * entries(key_at, column, K)) * key_decay
+        along_key += flat_rows(state * tile_vector(key_at, K, KP, LANES, INNER)) * key_decay
         if not COPY:
-            along_query += flat_rows(state * entries(query_at, column, K)) * query_decay
+            along_query += flat_rows(state * tile_vector(query_at, K, KP, LANES, INNER)) * query_decay
     d = strength * (value - along_key)
     tl.store(output + (b * H + h) * V + row, narrowed(along_query + d * own, output.dtype.element_ty))
     new = (head * RING + place) * V + row

@@ -89,7 +89,7 @@ def window_launch(
         **{name: given[name] for name in ("q", "k", "log_decay", "beta")},
         **scratch,
     }
-    sizes = delta._sizes(pool)
+    sizes = delta._sizes(pool, Tuning())
     constants = {
         **{name: sizes[name] for name in ("H", "G", "K", "KP")},
         **_window_sizes(pool, tokens.v.shape[1]),
@@ -115,7 +115,10 @@ def read_launch(
 ) -> Launch:
     """Outputs of all drafts, and their d behind the window."""
     shape, copy, count = pool.shape, pool.policy.read_copy is not None, output.shape[1]
-    best = 32 if delta._key_copy(pool) and shape.key_dim <= 128 else 16
+    if delta._key_copy(pool):
+        best = 32 if shape.key_dim <= 128 else 16
+    else:
+        best = 16 if copy else 64 // pool.checkpoint.element_size()
     rows = tuning.read_rows or delta._dividing(shape.value_dim, best)
     given = delta._token(tokens)
     arguments = {
@@ -131,7 +134,7 @@ def read_launch(
         "output": output,
     }
     constants = {
-        **delta._sizes(pool),
+        **delta._sizes(pool, tuning),
         **_window_sizes(pool, count),
         "R": rows,
         "SIZE": delta._power_below(shape.key_dim),
