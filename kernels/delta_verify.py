@@ -29,6 +29,8 @@ def served(policy: Policy, shape: StateShape) -> str | None:
     """Why the kernels do not verify drafts under a policy that the pool has a layout for, or None."""
     if policy.window == 1:
         return "drafts behind a window of 1"
+    if policy.read_copy is not None and policy.read_copy.name != "nvfp4":
+        return f"a read copy of {policy.read_copy.name}"
     return delta.served(policy, shape, None)
 
 
