@@ -117,7 +117,8 @@ def read_launch(
 ) -> Launch:
     """Outputs of all drafts, and their d behind the window."""
     shape, copy, count = pool.shape, pool.policy.read_copy is not None, output.shape[1]
-    best = 32 if delta._key_copy(pool) and shape.key_dim <= 128 else 16
+    # More rows would not leave registers for the columns of all drafts.
+    best = 32 if delta._key_copy(pool) and shape.key_dim <= 128 and count <= 8 else 16
     rows = tuning.read_rows or delta._dividing(shape.value_dim, best)
     given = delta._token(tokens)
     arguments = {
