@@ -118,7 +118,8 @@ def read_launch(
     """Outputs of all drafts, and their d behind the window."""
     shape, copy, count = pool.shape, pool.policy.read_copy is not None, output.shape[1]
     if delta._key_copy(pool):
-        best = 32 if shape.key_dim <= 128 else 16
+        # More rows would not leave registers for the columns of all drafts.
+        best = 32 if shape.key_dim <= 128 and count <= 8 else 16
     else:
         best = 16 if copy else 64 // pool.checkpoint.element_size()
     rows = tuning.read_rows or delta._dividing(shape.value_dim, best)
