@@ -11,7 +11,7 @@ s, warp, p and columns t, sixteen, place.
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
+# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false, reportArgumentType=false
 
 import triton
 import triton.language as tl
@@ -90,7 +90,50 @@ def decoded_piece(codes, row_scales, R: tl.constexpr, STORE: tl.constexpr):
     if STORE.scale is None:
         values = widened(codes)
     else:
-        values = piece_of_lanes(decoded_tile(lanes_of_piece(codes, R), row_scales, STORE), R)
+        values = piece_of_lanes(decoded_lanes(lanes_of_piece(codes, R), row_scales, STORE), R)
+    return values
+
+
+@triton.jit
+def decoded_lanes(codes, row_scales, STORE: tl.constexpr):
+    """``decoded_tile``.  E4M3's exponent is four bits of float16's five, so its codes, moved to where float16 keeps its
+    own bits, spell a number times 2^-8; NaN is what a row's scale says.
+    """
+    if STORE.scale is None or INTERPRETED:
+        values = decoded_tile(codes, row_scales, STORE)
+    elif codes.dtype == tl.uint8:
+        values = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, sign;
+            .reg .b16 a, b, c, d;
+            prmt.b32 low, $4, 0, 0x1404;
+            prmt.b32 high, $4, 0, 0x3424;
+            and.b32 sign, low, 0x80008000;
+            shr.b32 low, low, 1;
+            and.b32 low, low, 0x3F803F80;
+            or.b32 low, low, sign;
+            and.b32 sign, high, 0x80008000;
+            shr.b32 high, high, 1;
+            and.b32 high, high, 0x3F803F80;
+            or.b32 high, high, sign;
+            mov.b32 {a, b}, low;
+            mov.b32 {c, d}, high;
+            cvt.f32.f16 $0, a;
+            cvt.f32.f16 $1, b;
+            cvt.f32.f16 $2, c;
+            cvt.f32.f16 $3, d;
+            }
+            """,
+            "=f,=f,=f,=f,r",
+            [codes],
+            tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+        values *= (row_scales * 256.0)[:, None]
+    else:
+        values = decoded_tile(codes, row_scales, STORE)
     return values
 
 
@@ -212,7 +255,7 @@ def block_maxima(pieces, row_scales, V: tl.constexpr, STORE: tl.constexpr):
     for four in tl.static_range(0, len(pieces), 4):
         amax = tl.zeros((4, V, PIECE // 16), tl.float32)
         for c in tl.static_range(four, min(four + 4, len(pieces))):
-            blocks = tl.reshape(decoded_tile(pieces[c], row_scales, STORE), (V, 4, PIECE // 16, 4))
+            blocks = tl.reshape(decoded_lanes(pieces[c], row_scales, STORE), (V, 4, PIECE // 16, 4))
             largest = tl.max(tl.max(tl.abs(blocks), 3), 1)
             amax = tl.where(t == c - four, largest[None, :, :], amax)
         found += (amax,)
@@ -243,7 +286,7 @@ def encode_head(
             own = (t == c - four)[:, None, None]
             divisor = tl.sum(tl.where(own, divisors, 0.0), 0)
             inverse = tl.sum(tl.where(own, inverses, 0.0), 0)
-            values = decoded_tile(afresh(pieces[c]), row_scales, STORE)
+            values = decoded_lanes(afresh(pieces[c]), row_scales, STORE)
             blocks = tl.permute(tl.reshape(values, (V, 4, SIXTEENS, 4)), (1, 0, 2, 3))
             if shared < SMALL:  # remainders would be subnormal
                 blocks *= LIFT

@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
-from quantlab.kernels.checkpoints import decoded_tile
 from quantlab.kernels.decode import e2m1, e4m3, widened
 from quantlab.kernels.delta_pieces import (
     PIECE,
     afresh,
     block_maxima,
+    decoded_lanes,
     decoded_piece,
     encode_head,
     key_of_place,
@@ -202,7 +202,7 @@ def fold_item(
         if R < V:
             most = tl.zeros((R, PIECE), tl.float32)
             for c in tl.static_range(PIECES):
-                most = tl.maximum(most, tl.abs(decoded_tile(lanes[c], row_scales, STORE)))
+                most = tl.maximum(most, tl.abs(decoded_lanes(lanes[c], row_scales, STORE)))
             tl.store(largest + item, tl.max(most))
         else:
             maxima = block_maxima(lanes, row_scales, V, STORE)

@@ -1,5 +1,8 @@
 """Probes of the delta rules' kernels for what the pools' conformance suite cannot reach."""
 
+# A jit function returns; a type checker does not know that.
+# pyright: reportGeneralTypeIssues=false
+
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quantlab.kernels import steps, target
+from quantlab.kernels.delta_product import exact_product, wide_product
 from quantlab.kernels.delta_systems import inverse
 from quantlab.kernels.delta_window import column_of_key
-from quantlab.kernels.packed import key_of_half_column
+from quantlab.kernels.packed import key_of_half_column, three_parts
 from quantlab.recurrences import StepInputs
 from quantlab.schemes import StateShape
 from quantlab.schemes import steps as reference
@@ -32,6 +36,32 @@ def inverse_kernel(strict, output, J: tl.constexpr, LEVELS: tl.constexpr):
 def column_kernel(output, K: tl.constexpr):
     column = tl.arange(0, K)
     tl.store(output + column, column_of_key(key_of_half_column(column, K), K))
+
+
+@triton.jit
+def product_kernel(left, right, output, N: tl.constexpr, WIDE: tl.constexpr):
+    """left (2, 16, N) @ right (N, 16)."""
+    warp, row, column = tl.arange(0, 2)[:, None, None], tl.arange(0, 16)[None, :, None], tl.arange(0, N)
+    high, middle, low = three_parts(tl.load(left + (warp * (16 * N) + row * N + column[None, None, :])))
+    other = tl.load(right + (column[:, None] * 16 + tl.arange(0, 16)[None, :]))
+    if WIDE:
+        found = wide_product(high, middle, low, other, None)
+    else:
+        found = exact_product(high, middle, low, other.to(tl.bfloat16), None)
+    tl.store(output + (warp * 256 + row * 16 + tl.arange(0, 16)[None, None, :]), found)
+
+
+def products(left: Tensor, right: Tensor, wide: bool, implementation: str) -> Tensor:
+    """float32 left (2, 16, n) @ right (n, 16) as a fold forms it; right holds bfloat16 unless ``wide``."""
+    return _run(_products, implementation, left.numpy(), right.numpy(), wide)
+
+
+def _products(left: numpy.ndarray, right: numpy.ndarray, wide: bool, device: str) -> numpy.ndarray:
+    given = (torch.from_numpy(x).to(device) for x in (left, right))
+    output = torch.full((2, 16, 16), torch.nan, device=device)
+    kernel: Any = product_kernel
+    kernel[(1,)](*given, output, N=right.shape[0], WIDE=wide, num_warps=2, **target.LAUNCH_OPTIONS)
+    return output.cpu().numpy()
 
 
 def inverses(strict: Tensor, implementation: str) -> Tensor:

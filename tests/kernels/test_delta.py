@@ -99,6 +99,19 @@ def test_the_inverse_of_a_window_of_equal_keys(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:], indirect=True)
+@pytest.mark.parametrize("wide", [False, True])
+def test_products_of_parts_keep_float32(implementation, wide):
+    """32 terms in up to six sums, each off by 2^-24 of the magnitudes; a part left out is 2^-17 of them."""
+    random = torch.Generator().manual_seed(0)
+    left, right = torch.rand(2, 16, 32, generator=random) + 0.5, torch.rand(32, 16, generator=random) + 0.5
+    if not wide:
+        right = right.bfloat16().float()
+    found = probes.products(left, right, wide, implementation).double()
+    truth = left.double() @ right.double()
+    assert ((found - truth).abs() <= (32 + 6) * 2.0**-24 * truth).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:], indirect=True)
 @pytest.mark.parametrize("key_dim", [32, 64, 128])
 def test_every_key_dim_goes_to_its_column(implementation, key_dim):
     assert torch.equal(probes.restored_columns(key_dim, implementation), torch.arange(key_dim).int())
