@@ -5,9 +5,9 @@
 ``cases`` come from ``bench_cases.expand``.  Cases that are compared with each other (one family, shape and batch) are
 a group, and a group is measured in one run: if any of its records is missing, all of them are made anew.
 
-Only the public interface of ``quantlab.kernels.steps`` is called: ``begin_step``, ``decode_token``, ``end_step`` and
-``load_states``, which have the signatures of ``quantlab.schemes.steps``; ``served(policy, family, shape)``, where it is
-there, says why no kernel serves a case.  Single kernels are timed by repeating the launches that a token made.
+Only the public interfaces of ``quantlab.kernels.steps`` and, for drafts, ``quantlab.kernels.drafts`` are called, which
+have the signatures of ``quantlab.schemes``; ``served(policy, family, shape)``, where it is there, says why no kernel
+serves a case.  Single kernels are timed by repeating the launches that a round made.
 """
 
 import functools
@@ -24,11 +24,13 @@ from typing import Any
 import torch
 
 from quantlab.errors import InputError
-from quantlab.kernels import bench_peer_calls, bench_timing
+from quantlab.kernels import bench_peer_calls
 from quantlab.kernels.bench_cases import OURS, Case, launch_bytes, traffic
 from quantlab.kernels.bench_compare import Comparer
+from quantlab.kernels.bench_draft_compare import DraftComparer
 from quantlab.kernels.bench_peers import Peer
 from quantlab.kernels.bench_pools import Layers, desynchronised_pool
+from quantlab.kernels.bench_rounds import Rounds
 from quantlab.kernels.bench_timing import Timer, copy_bandwidth
 from quantlab.schemes.pool import allocate_pool
 
@@ -48,8 +50,8 @@ Record = dict[str, Any]
 class Schedule:
     """How a graph visits memory: ``groups`` models of ``layers`` layers, each taking ``steps`` steps of the window.
 
-    groups * steps is the window, and the cursors of the groups are ``steps`` apart: every phase of the window is in
-    every replay, whatever the batch.
+    groups * steps is the window (with drafts the rounds until cursors come back), and the groups are ``steps`` apart:
+    every phase of the window is in every replay, whatever the batch.
     """
 
     groups: int
@@ -63,15 +65,15 @@ class Schedule:
 
 def schedule(case: Case, l2_bytes: int, slot_bytes: float, free_bytes: float) -> Schedule:
     """slot_bytes: held for one row in one layer.  Raises InputError if not even one layer fits into memory."""
-    window, moved = case.parsed.window, traffic(case).bytes
+    rounds, moved = case.rounds, traffic(case).bytes
     fit = int(MEMORY_SHARE * free_bytes / (slot_bytes * case.batch))
     if fit < 1:
         need = f"{slot_bytes * case.batch / 2**30:.1f} GiB a layer"
         raise InputError("batch", case.batch, f"rows that fit into the device's memory, not {need}")
     wanted = max(FEWEST_LAYERS, min(MOST_LAYERS, math.ceil(CACHES * l2_bytes / moved)))
     wanted = min(wanted, fit)
-    groups = max(n for n in range(1, window + 1) if window % n == 0 and n <= max(1, wanted // FEWEST_LAYERS))
-    return Schedule(groups, min(math.ceil(wanted / groups), max(1, fit // groups)), window // groups)
+    groups = max(n for n in range(1, rounds + 1) if rounds % n == 0 and n <= max(1, wanted // FEWEST_LAYERS))
+    return Schedule(groups, min(math.ceil(wanted / groups), max(1, fit // groups)), rounds // groups)
 
 
 def run_cases(
@@ -81,6 +83,7 @@ def run_cases(
     environment: Mapping[str, Any],
     peers: Mapping[str, Peer] | None = None,
     steps: ModuleType | Any | None = None,
+    drafts: ModuleType | Any | None = None,
     folder: Path | None = None,
     again: bool = False,
     bandwidth: float | None = None,
@@ -90,10 +93,10 @@ def run_cases(
 ) -> list[Record]:
     """A record a case, in order; stored in ``folder``, if one is given, as soon as its case is through.
 
-    environment: for the records.  steps: stands in for ``quantlab.kernels.steps``.  again: time what has a record of
-    the same protocol too.  bandwidth: of the copy in bytes a microsecond, measured here unless given.  single_kernels:
-    for which cases each kernel is timed by itself as well.  deadline: of ``time.monotonic``; no group is begun after
-    it, and the records end there.  show: called with every record and whether it was made now.
+    environment: for the records.  steps, drafts: stand in for the modules of ``quantlab.kernels``.  again: time what
+    has a record of the same protocol too.  bandwidth: of the copy in bytes a microsecond, measured here unless given.
+    single_kernels: for which cases each kernel is timed by itself as well.  deadline: of ``time.monotonic``; no group
+    is begun after it, and the records end there.  show: called with every record and whether it was made now.
     """
     runner: _Runner | None = None
     found = []
@@ -107,7 +110,8 @@ def run_cases(
             continue
         if deadline is not None and time.monotonic() > deadline:
             break
-        runner = runner or _Runner(timer, environment, dict(peers or {}), steps, bandwidth, single_kernels)
+        given = steps, drafts, bandwidth, single_kernels
+        runner = runner or _Runner(timer, environment, dict(peers or {}), *given)
         for case in members:
             record = runner.run(case)
             if folder is not None:
@@ -145,6 +149,7 @@ class _Runner:
         environment: Mapping[str, Any],
         peers: dict[str, Peer],
         steps: ModuleType | Any | None,
+        drafts: ModuleType | Any | None,
         bandwidth: float | None,
         single_kernels: Callable[[Case], bool],
     ):
@@ -152,6 +157,7 @@ class _Runner:
 
         self.timer, self.environment, self.peers = timer, dict(environment), peers
         self.steps: Any = steps
+        self._drafts: Any = drafts
         self.single_kernels = single_kernels
         self.missing: str | None = None
         if steps is None:
@@ -162,6 +168,14 @@ class _Runner:
         self.bandwidth = copy_bandwidth(timer) if bandwidth is None else bandwidth
         self.name = content_hash({"environment": self.environment, "started": time.time_ns()})
         self.comparer = Comparer(self.steps, timer.device)
+
+    @functools.cached_property
+    def drafts(self) -> Any:
+        return self._drafts or importlib.import_module("quantlab.kernels.drafts")
+
+    @functools.cached_property
+    def draft_comparer(self) -> DraftComparer:
+        return DraftComparer(self.steps, self.drafts, self.timer.device)
 
     def run(self, case: Case) -> Record:
         from quantlab.records import complete_record
@@ -190,44 +204,40 @@ class _Runner:
     def _ours(self, case: Case) -> dict[str, Any]:
         if self.missing:
             return {"status": "not_served", "message": self.missing}
-        served = getattr(self.steps, "served", None)
+        served = getattr(self.drafts if case.drafts else self.steps, "served", None)
         if served is not None and (reason := served(case.policy, case.family, case.shape)):
             return {"status": "not_served", "message": reason}
-        compared = self.comparer.compare(case)
+        compared = (self.draft_comparer if case.drafts else self.comparer).compare(case)
         comparison = {"against": "torch twin, float32", "error_over_limit": compared.measured}
         if not compared.passed:
             return _refused(compared.reason, comparison)
         plan = self._schedule(case)
         models = self._models(case, plan)
-        steps, window = self.steps, case.parsed.window
-        planned = [steps.begin_step(model.pools[0].counters, model.slots, window) for model in models]
+        rounds = Rounds(case, self.steps, self.drafts if case.drafts else None)
 
         def decode() -> None:
             for _ in range(plan.steps):
                 for model in models:
-                    now = steps.begin_step(model.pools[0].counters, model.slots, window)
-                    for pool, inputs, output in zip(model.pools, model.inputs, model.outputs, strict=True):
-                        steps.decode_token(pool, inputs, now, output)
-                    steps.end_step(now)
+                    rounds.run(model)
 
         def control() -> None:
             for _ in range(plan.steps):
                 for model in models:
-                    steps.end_step(steps.begin_step(model.pools[0].counters, model.slots, window))
+                    rounds.control(model)
 
         times = self.timer.measure(decode).per(plan.visits)
         around = self.timer.measure(control).per(plan.groups * plan.steps)
         metrics = self._speed(case, times) | vars(plan) | {"comparison": comparison}
         metrics["control_us"] = around.median
         metrics["control_share"] = around.median / (plan.layers * times.median)
-        alone = self._recorded(models, planned)
+        alone = rounds.recorded(models)
         metrics["kernels"] = list(alone)
         if self.single_kernels(case):
             metrics["launches"] = self._launches(case, alone, plan.groups * plan.layers)
         return {"metrics": metrics}
 
     def _schedule(self, case: Case) -> Schedule:
-        (one,) = allocate_pool(case.parsed, case.family, case.shape, 1)
+        (one,) = allocate_pool(case.parsed, case.family, case.shape, 1, drafts=case.drafts)
         return schedule(case, self.timer.l2_bytes, one.nbytes, self.timer.free_bytes())
 
     def _models(self, case: Case, plan: Schedule) -> list[Layers]:
@@ -237,19 +247,9 @@ class _Runner:
                 case, plan.layers, self.steps.load_states, device=self.timer.device, seed=number
             )
             cursor = model.pools[0].counters.cursor
-            cursor.copy_((cursor + number * plan.steps) % case.parsed.window)
+            cursor.copy_((cursor + number * plan.steps * max(case.drafts, 1)) % case.parsed.window)
             models.append(model)
         return models
-
-    def _recorded(self, models: list[Layers], plans: list[Any]) -> dict[str, list[Callable[[], object]]]:
-        """The launches of every layer's token, by name of the kernel."""
-        found: dict[str, list[Callable[[], object]]] = {}
-        for model, plan in zip(models, plans, strict=True):
-            for pool, inputs, output in zip(model.pools, model.inputs, model.outputs, strict=True):
-                token = functools.partial(self.steps.decode_token, pool, inputs, plan, output)
-                for name, launch in bench_timing.recorded_launches(token):
-                    found.setdefault(name, []).append(launch)
-        return found
 
     def _launches(
         self, case: Case, alone: dict[str, list[Callable[[], object]]], layers: int

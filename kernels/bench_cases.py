@@ -1,6 +1,7 @@
 """What is timed: a case, the bytes that it has to move, and how a family's shape is written on the command line."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,22 +9,23 @@ from quantlab.errors import InputError
 from quantlab.recurrences import get_recurrence
 from quantlab.schemes import checks
 from quantlab.schemes.fits import check_policy_fits
-from quantlab.schemes.ledger import StateShape, ledger, record_bytes, uses_raw
+from quantlab.schemes.ledger import StateShape, ledger, record_bytes, uses_raw, verify_ledger
 from quantlab.schemes.policy import Policy, parse_policy
 
 OURS = "quantlab"
 BASELINE = "fp32@1"
 LARGEST_BATCH = 1024
+LARGEST_DRAFTS = 64
 INPUT_BYTES = 2
 """Of a query, key, value or output element: bfloat16, as the engines decode."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One decode step of one layer.
+    """One decode step of one layer, or one verification and its commit.
 
     policy: canonical text; of a peer, what its state amounts to in our words.  batch: rows, all of them live.
-    implementation: "quantlab" or a peer.
+    implementation: "quantlab" or a peer.  drafts: tokens of a verification, all of which are accepted; 0 for a step.
     """
 
     family: str
@@ -31,6 +33,13 @@ class Case:
     policy: str
     batch: int
     implementation: str = OURS
+    drafts: int = 0
+
+    @property
+    def rounds(self) -> int:
+        """Of steps, or of verifications and commits, until every cursor is where it was."""
+        window = self.parsed.window
+        return window // math.gcd(window, max(self.drafts, 1))
 
     @property
     def parsed(self) -> Policy:
@@ -39,17 +48,18 @@ class Case:
     @property
     def group(self) -> "Case":
         """Equal for the cases that are compared with each other."""
-        return replace(self, policy=BASELINE, implementation=OURS)
+        return replace(self, policy=BASELINE, implementation=OURS, drafts=0)
 
     @property
     def label(self) -> str:
-        return (
-            f"{self.family} {shape_text(self.shape)} batch {self.batch} {self.policy} {self.implementation}"
-        )
+        drafts = f" {self.drafts} drafts" if self.drafts else ""
+        where = f"{self.family} {shape_text(self.shape)} batch {self.batch}"
+        return f"{where} {self.policy} {self.implementation}{drafts}"
 
     def point(self, device: str) -> dict[str, Any]:
-        """What decides the record's name: the case, and the device by name."""
-        return {
+        """What decides the record's name: the case, and the device by name.  A step has no ``drafts``."""
+        drafts = {"drafts": self.drafts} if self.drafts else {}
+        return drafts | {
             "kind": "bench",
             "policy": self.policy,
             "implementation": self.implementation,
@@ -62,7 +72,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one step of a whole batch in one layer, amortised over the window.
+    """Bytes of one step (or verification and commit) of a whole batch in one layer, amortised over the window.
 
     read, written: of state and records, by part, as the ledger counts them.  tokens: inputs read and outputs written,
     which every implementation has alike; not part of ``bytes``.
@@ -79,11 +89,12 @@ class Traffic:
 
 def traffic(case: Case) -> Traffic:
     """The policy's own bytes at the case's batch."""
-    found = ledger(case.parsed, get_recurrence(case.family), case.shape)
+    of = case.parsed, get_recurrence(case.family), case.shape
+    found = verify_ledger(*of, case.drafts, case.drafts) if case.drafts else ledger(*of)
     return Traffic(
         {part: case.batch * size for part, size in found.read.items()},
         {part: case.batch * size for part, size in found.written.items()},
-        float(case.batch * sum(_token_bytes(case))),
+        float(case.batch * max(case.drafts, 1) * sum(_token_bytes(case))),
     )
 
 
@@ -102,13 +113,13 @@ def launch_bytes(case: Case, *, window: bool = True, encode: bool = False) -> di
     window: k and gates of the records before each token, for the rows that do not flush.  read: what serves those rows
     (read copy or checkpoint), the d of their records, and the record that they leave.  flush: checkpoint and records of
     the rows that flush, the checkpoint back, and the read copy.  step: the whole step under @1.  Nothing with
-    flush=early, which folds before it reads.
+    flush=early, which folds before it reads, and of drafts.
 
     window: whether the key part has a launch of its own; else ``read`` does it.  encode: whether the read copy has one,
     which reads the stored checkpoint again; else ``flush`` does it.
     """
     policy, batch, shape = case.parsed, case.batch, case.shape
-    if policy.options.flush == "early":
+    if policy.options.flush == "early" or case.drafts:
         return {}
     recurrence = get_recurrence(case.family)
     full = (shape.heads, shape.value_dim, shape.key_dim)
@@ -165,29 +176,52 @@ def shape_text(shape: StateShape) -> str:
 
 
 def expand(
-    family: str, shape: StateShape, policies: list[str], batches: list[int], peers: dict[str, list[str]]
+    family: str,
+    shape: StateShape,
+    policies: list[str],
+    batches: list[int],
+    peers: dict[str, list[str]],
+    drafts: Sequence[int] = (),
 ) -> list[Case]:
     """Every case, those that are compared with each other together, ``fp32@1`` first if it is among the policies.
 
-    peers: name -> texts of the policies that it implements for the family.
-    Raises InputError for a policy that does not fit the family and a batch outside 1 to 1024.
+    peers: name -> texts of the policies that it implements for the family.  drafts: numbers of tokens; policies with a
+    window then verify so many instead of taking steps, beside ``fp32@1`` in any case.
+    Raises InputError for a policy that does not fit the family, a batch outside 1 to 1024, and drafts outside 1 to 64.
     """
     checks.whole_shape(shape)
-    parsed = list(dict.fromkeys(str(parse_policy(text)) for text in policies))
+    for count in drafts:
+        if not checks.is_integer(count) or not 1 <= count <= LARGEST_DRAFTS:
+            raise InputError("drafts", count, f"1 to {LARGEST_DRAFTS} tokens of a verification")
+    parsed = list(
+        dict.fromkeys(str(parse_policy(text)) for text in [*policies, *([BASELINE] if drafts else [])])
+    )
     for text in parsed:
         check_policy_fits(parse_policy(text), family)
     for batch in batches:
         if not checks.is_integer(batch) or not 1 <= batch <= LARGEST_BATCH:
             raise InputError("batch", batch, f"1 to {LARGEST_BATCH} rows")
     parsed.sort(key=lambda text: text != BASELINE)
-    return [case for batch in dict.fromkeys(batches) for case in _group(family, shape, parsed, batch, peers)]
+    counts = list(dict.fromkeys(drafts))
+    return [
+        case
+        for batch in dict.fromkeys(batches)
+        for case in _group(family, shape, parsed, batch, peers, counts)
+    ]
 
 
 def _group(
-    family: str, shape: StateShape, policies: list[str], batch: int, peers: dict[str, list[str]]
+    family: str,
+    shape: StateShape,
+    policies: list[str],
+    batch: int,
+    peers: dict[str, list[str]],
+    drafts: list[int],
 ) -> Iterator[Case]:
     for text in policies:
-        yield Case(family, shape, text, batch)
+        windowed = parse_policy(text).window > 1
+        for count in drafts if drafts and windowed else [0]:
+            yield Case(family, shape, text, batch, drafts=count)
     for name, texts in peers.items():
         for text in texts:
             yield Case(family, shape, str(parse_policy(text)), batch, name)

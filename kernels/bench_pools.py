@@ -1,5 +1,6 @@
 """Pools in the middle of decoding: random states and records, the rows' cursors spread over the window."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,21 +19,27 @@ STATES_AT_ONCE = 2**28
 
 @dataclass(frozen=True)
 class Layers:
-    """A model's layers for one batch: pools of one shape, slots int32 (batch,), one token's inputs a layer, outputs."""
+    """A model's layers for one batch: pools of one shape, slots int32 (batch,), one token's (or the drafts') inputs a
+    layer, outputs; accepted int32 (batch,), the drafts that a commit takes, all of them.
+    """
 
     pools: list[LayerPool]
     slots: Tensor
     inputs: list[StepInputs]
     outputs: list[Tensor]
+    accepted: Tensor
 
     @property
     def nbytes(self) -> int:
         return sum(pool.nbytes for pool in self.pools)
 
 
-def desynchronised_cursors(batch: int, window: int) -> Tensor:
-    """int32 (batch,) from 0 to window - 1, in order: at every step of a window as many rows flush, +-1."""
-    return (torch.arange(batch) * window // batch).int()
+def desynchronised_cursors(batch: int, window: int, drafts: int = 1) -> Tensor:
+    """int32 (batch,), spread over the cursors that ``drafts`` tokens a round lead to from an empty window: at every
+    round as many rows flush, +-1 of single tokens.
+    """
+    rounds = window // math.gcd(window, drafts)
+    return (torch.arange(batch) * rounds // batch * drafts % window).int()
 
 
 def desynchronised_pool(
@@ -47,13 +54,12 @@ def desynchronised_pool(
     """Pools as they are in the middle of decoding; the rows stand in random slots.
 
     load: ``load_states`` of the kernels (or of the torch twin), which hands the prefill states over.  dtype: of q, k, v
-    and the outputs; gates and write strengths are float32.  After ``window`` steps every cursor is where it was.
+    and the outputs; gates and write strengths are float32.  After ``case.rounds`` every cursor is where it was.
     """
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(seed)
-    pools = allocate_pool(
-        case.parsed, case.family, case.shape, case.batch, layers=layers, seed=seed, device=device
-    )
+    options = {"layers": layers, "seed": seed, "drafts": case.drafts, "device": device}
+    pools = allocate_pool(case.parsed, case.family, case.shape, case.batch, **options)
     order = torch.randperm(case.batch, generator=torch.Generator().manual_seed(seed))
     slots = order.int().to(device)
     at_once = max(1, STATES_AT_ONCE // case.shape.values)
@@ -62,14 +68,16 @@ def desynchronised_pool(
         for part in slots.split(at_once):
             load(pool, part, prefill_states(case.shape, len(part), generator))
         fill_records(pool, generator)
-        token = random_token(case.family, case.shape, case.batch, generator, dtype)
+        token = random_token(case.family, case.shape, case.batch, generator, dtype, case.drafts)
         inputs.append(token)
         outputs.append(torch.empty_like(token.v))
     counters = pools[0].counters
-    counters.cursor[slots.long()] = desynchronised_cursors(case.batch, case.parsed.window).to(device)
+    cursors = desynchronised_cursors(case.batch, case.parsed.window, max(case.drafts, 1))
+    counters.cursor[slots.long()] = cursors.to(device)
     counters.origin.zero_()
     counters.store_numbers.fill_(1)
-    return Layers(pools, slots, inputs, outputs)
+    accepted = torch.full((case.batch,), case.drafts, dtype=torch.int32, device=device)
+    return Layers(pools, slots, inputs, outputs, accepted)
 
 
 def prefill_states(shape: StateShape, count: int, generator: torch.Generator) -> Tensor:
@@ -84,22 +92,27 @@ def random_token(
     batch: int,
     generator: torch.Generator,
     dtype: torch.dtype = torch.bfloat16,
+    drafts: int = 0,
 ) -> StepInputs:
-    """Inputs of one token that keep a state in its range: unit keys, decays of 0.82 to 1, strengths of 0 to 1."""
+    """Inputs of one token that keep a state in its range: unit keys, decays of 0.82 to 1, strengths of 0 to 1.
+
+    drafts: so many tokens instead, in a dimension behind the batch.
+    """
     recurrence = get_recurrence(family)
 
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator, device=generator.device)
 
-    k = F.normalize(normal(batch, shape.key_heads, shape.key_dim), dim=-1)
-    q = normal(batch, shape.key_heads, shape.key_dim) / shape.key_dim**0.5
+    lead = (batch, drafts) if drafts else (batch,)
+    k = F.normalize(normal(*lead, shape.key_heads, shape.key_dim), dim=-1)
+    q = normal(*lead, shape.key_heads, shape.key_dim) / shape.key_dim**0.5
     gate = recurrence.gate_shape(shape.heads, shape.value_dim, shape.key_dim)
-    beta = torch.sigmoid(normal(batch, shape.heads)) if recurrence.delta_rule else None
+    beta = torch.sigmoid(normal(*lead, shape.heads)) if recurrence.delta_rule else None
     return StepInputs(
         q=q.to(dtype),
         k=k.to(dtype),
-        v=normal(batch, shape.heads, shape.value_dim).to(dtype),
-        log_decay=-0.2 * torch.rand((batch, *gate), generator=generator, device=generator.device),
+        v=normal(*lead, shape.heads, shape.value_dim).to(dtype),
+        log_decay=-0.2 * torch.rand((*lead, *gate), generator=generator, device=generator.device),
         beta=beta,
     )
 

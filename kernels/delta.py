@@ -21,6 +21,7 @@ from quantlab.kernels.delta_read import read_kernel
 from quantlab.kernels.delta_tiles import LANES_A_ROW, inner_of
 from quantlab.kernels.scales import global_options, recipe_of
 from quantlab.recurrences import StepInputs
+from quantlab.schemes.drafts import CommitPlan, room
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import Policy
 from quantlab.schemes.pool import LayerPool
@@ -125,7 +126,7 @@ def decode(
     if pool.policy.window == 1 and pool.policy.read_copy is None:
         step_launch(pool, inputs, plan, output, tuning).run()
         return
-    scratch = scratch_of(pool, inputs, tuning)
+    scratch = scratch_of(pool, inputs, plan, tuning)
     fold_launch(pool, inputs, plan, output, scratch, tuning).run()
     if by_product(pool, inputs, tuning):
         with target.beside(pool.device):
@@ -161,9 +162,11 @@ def step_launch(
     return Launch(step_kernel, programs, arguments, constants, _options(1, tuning.step_registers))
 
 
-def scratch_of(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> Scratch:
+def scratch_of(
+    pool: LayerPool, inputs: StepInputs | None, plan: StepPlan | CommitPlan, tuning: Tuning
+) -> Scratch:
     """Memory between the launches of a step."""
-    shape, by_key, batch = pool.shape, _by_key(pool), inputs.v.shape[0]
+    shape, by_key, batch = pool.shape, _by_key(pool), plan.slots.shape[0]
 
     def memory(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((batch, *sizes), dtype=dtype, device=pool.device)
@@ -176,7 +179,7 @@ def scratch_of(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> Scratch:
     whole = product and tiles == 1
     factors = None
     if by_key and pool.policy.window > 1 and not product:
-        sizes = _fold_programs(pool, inputs, tuning), held, shape.key_dim
+        sizes = _fold_programs(pool, inputs, batch, tuning), held, shape.key_dim
         factors = torch.empty(sizes, dtype=torch.float32, device=pool.device)
     return Scratch(
         coefficients=memory(heads, 2, _held(pool)),
@@ -194,15 +197,26 @@ def scratch_of(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> Scratch:
 
 
 def fold_launch(
-    pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor, scratch: Scratch, tuning: Tuning
+    pool: LayerPool,
+    inputs: StepInputs | None,
+    plan: StepPlan | CommitPlan,
+    output: Tensor | None,
+    scratch: Scratch,
+    tuning: Tuning,
 ) -> Launch:
-    """The folds, or the systems of those that are matrix products; and the coefficients of the other windows."""
-    shape, policy, batch = pool.shape, pool.policy, output.shape[0]
+    """The folds, or the systems of those that are matrix products; and the coefficients of the other windows.
+
+    Without a token (inputs and output None) only whole windows are folded.
+    """
+    shape, policy, batch = pool.shape, pool.policy, plan.slots.shape[0]
     product = by_product(pool, inputs, tuning)
-    rows, folds = _fold_rows(pool, inputs, tuning), _fold_programs(pool, inputs, tuning)
+    rows = 16 if product else _fold_rows(pool, inputs, tuning)
+    folds = _fold_programs(pool, inputs, batch, tuning)
     if product:
         folds = min(tuning.system_programs or MULTIPROCESSORS * 12, batch * shape.heads)
     windows = batch * (shape.heads if _by_key(pool) else shape.key_heads) if policy.window > 1 else 0
+    if inputs is None:
+        windows = 0
     arguments = {
         "positions": plan.positions,
         "slots": plan.slots,
@@ -224,7 +238,7 @@ def fold_launch(
     }
     constants = {
         **_sizes(pool, tuning),
-        **_window_sizes(pool),
+        **_window_sizes(pool, token=inputs is not None),
         "KEY_COPY": _key_copy(pool),
         "R": rows,
         "SIZE": _power_below(shape.key_dim),
@@ -243,7 +257,12 @@ def fold_launch(
 
 
 def product_launch(
-    pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor, scratch: Scratch, tuning: Tuning
+    pool: LayerPool,
+    inputs: StepInputs | None,
+    plan: StepPlan | CommitPlan,
+    output: Tensor | None,
+    scratch: Scratch,
+    tuning: Tuning,
 ) -> Launch:
     """The folds that are matrix products, from the systems that ``fold_launch`` prepared."""
     shape, rows, copy = pool.shape, _fold_rows(pool, inputs, tuning), pool.policy.read_copy
@@ -272,7 +291,7 @@ def product_launch(
     }
     constants = {
         **{name: value for name, value in _sizes(pool, tuning).items() if name not in ("LANES", "INNER")},
-        **_window_sizes(pool),
+        **_window_sizes(pool, token=inputs is not None),
         "R": rows,
         "BY_KEY": _by_key(pool),
         "KEY_COPY": _key_copy(pool),
@@ -282,12 +301,17 @@ def product_launch(
     }
     # Sixteen warps on a multiprocessor: a lane holds 64 numbers of a key dim of 128, and twice that does not fit.
     registers = tuning.fold_registers or (128 if shape.key_dim <= 128 else None)
-    programs = _fold_programs(pool, inputs, tuning)
+    programs = _fold_programs(pool, inputs, plan.slots.shape[0], tuning)
     return Launch(product_fold_kernel, programs, arguments, constants, _options(rows // 16, registers))
 
 
 def _product_and_copy(
-    pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor, scratch: Scratch, tuning: Tuning
+    pool: LayerPool,
+    inputs: StepInputs | None,
+    plan: StepPlan | CommitPlan,
+    output: Tensor | None,
+    scratch: Scratch,
+    tuning: Tuning,
 ) -> None:
     product_launch(pool, inputs, plan, output, scratch, tuning).run()
     if scratch.largest is not None:
@@ -330,21 +354,24 @@ def read_launch(
     return Launch(read_kernel, programs, arguments, constants, _options(1, tuning.read_registers))
 
 
-def by_product(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> bool:
-    """Whether a fold is done by matrix products.  Under one decay a head keys are then bfloat16."""
+def by_product(pool: LayerPool, inputs: StepInputs | None, tuning: Tuning) -> bool:
+    """Whether a fold, without a token where inputs are None, is done by matrix products.  Under one decay a head keys
+    are then bfloat16.
+    """
     policy, keys = pool.policy, pool.k_buffer
     copy = policy.read_copy
     return (
         tuning.product
         and 1 < policy.window <= PRODUCT_WINDOW
         and keys is not None
-        and (copy is None or (read_copies.by_head(copy) and policy.options.flush_read == "exact"))
-        and (_by_key(pool) or keys.dtype == inputs.k.dtype == torch.bfloat16)
+        and (copy is None or read_copies.by_head(copy))
+        and (inputs is None or copy is None or policy.options.flush_read == "exact")
+        and (_by_key(pool) or keys.dtype == (keys if inputs is None else inputs.k).dtype == torch.bfloat16)
     )
 
 
-def _fold_rows(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
-    """Of a product those of eight warps, or a whole head, where the value dim allows it."""
+def _fold_rows(pool: LayerPool, inputs: StepInputs | None, tuning: Tuning) -> int:
+    """Of a product sixteen rows a warp, and eight warps, or a whole head, where the value dim allows it."""
     if by_product(pool, inputs, tuning):
         return tuning.fold_rows or _dividing(pool.shape.value_dim, 128)
     return tuning.fold_rows or _warp_rows(pool)
@@ -355,10 +382,10 @@ def _warp_rows(pool: LayerPool) -> int:
     return 8 if pool.policy.checkpoint.stochastic else 16
 
 
-def _fold_programs(pool: LayerPool, inputs: StepInputs, tuning: Tuning) -> int:
+def _fold_programs(pool: LayerPool, inputs: StepInputs | None, batch: int, tuning: Tuning) -> int:
     """As many as the multiprocessors of an H200 hold at a time; each has as many tiles as it takes."""
     rows = _fold_rows(pool, inputs, tuning)
-    tiles = inputs.v.shape[0] * pool.shape.heads * (pool.shape.value_dim // rows)
+    tiles = batch * pool.shape.heads * (pool.shape.value_dim // rows)
     held = 16 // (rows // 16) if by_product(pool, inputs, tuning) else 12
     if by_product(pool, inputs, tuning) and pool.v_buffer is None:
         held //= 2  # room for the reads beside them
@@ -375,9 +402,9 @@ def _held(pool: LayerPool) -> int:
 
 
 def _origin(pool: LayerPool) -> Tensor | None:
-    """Windows move along the ring where there is room for drafts, and nowhere else."""
-    plain = _power_from(max(pool.policy.window - 1, 1))
-    return pool.counters.origin if pool.records > plain else None
+    """Windows move along the ring where there is room for drafts and a window is not the whole ring."""
+    moves = room(pool) and pool.policy.window % pool.records
+    return pool.counters.origin if moves else None
 
 
 def _stored(pool: LayerPool) -> dict[str, Any]:
@@ -388,8 +415,9 @@ def _copied(pool: LayerPool) -> dict[str, Any]:
     return dict(zip(("codes", "scales", "global_scale"), read_copies.words_of(pool), strict=True))
 
 
-def _token(inputs: StepInputs) -> dict[str, Any]:
-    return {name: getattr(inputs, name) for name in ("q", "k", "v", "log_decay", "beta")}
+def _token(inputs: StepInputs | None) -> dict[str, Any]:
+    names = ("q", "k", "v", "log_decay", "beta")
+    return dict.fromkeys(names) if inputs is None else {name: getattr(inputs, name) for name in names}
 
 
 def _random(pool: LayerPool) -> dict[str, Any]:
@@ -424,8 +452,9 @@ def _sizes(pool: LayerPool, tuning: Tuning, lanes: int = LANES_A_ROW) -> dict[st
     }
 
 
-def _window_sizes(pool: LayerPool) -> dict[str, int]:
-    return {"L": pool.policy.window, "J": _held(pool), "RING": max(pool.records, 1)}
+def _window_sizes(pool: LayerPool, *, token: bool = True) -> dict[str, int]:
+    """A whole window without a token counts as one longer, with a token that is not there."""
+    return {"L": pool.policy.window + (not token), "J": _held(pool), "RING": max(pool.records, 1)}
 
 
 def _key_copy(pool: LayerPool) -> bool:

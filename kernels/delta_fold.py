@@ -157,11 +157,12 @@ def fold_tile(
     """Tile ``item`` of the flushing rows: fold, output, round, store, and the largest stored magnitude.
 
     KEY_COPY, OUTPUT_COPY: whether what the token reads along its key (for a d that is not derived again) and its output
-    come from the copy.  The records' d are derived from v_buffer where there is one.
+    come from the copy.  The records' d are derived from v_buffer where there is one.  Without a token (q to output
+    None) L - 1 records are the whole window, and nothing is put out.
     """
     TILES: tl.constexpr = V // R
     RAW: tl.constexpr = v_buffer is not None or (L == 1 and not KEY_COPY)
-    VIEWED: tl.constexpr = OUTPUT_COPY or (KEY_COPY and not RAW)
+    VIEWED: tl.constexpr = q is not None and (OUTPUT_COPY or (KEY_COPY and not RAW))
     i, h, tile = item // (H * TILES), (item // TILES) % H, item % TILES
     b = tl.load(flush_rows + i)
     slot = tl.load(slots + b).to(tl.int64)
@@ -171,10 +172,11 @@ def fold_tile(
     row = first_row + r
     first = head * V + tile * R
     state = dense_tile(checkpoint, checkpoint_scales, first, r, K, KP, LANES, INNER, STORE)
-    key = tile_vector(k + (b * G + g) * K, K, KP, LANES, INNER)
-    query = tile_vector(q + (b * G + g) * K, K, KP, LANES, INNER)
-    value = widened(tl.load(v + b * (H * V) + row))
-    strength = widened(tl.load(beta + b * H + h))
+    if q is not None:
+        key = tile_vector(k + (b * G + g) * K, K, KP, LANES, INNER)
+        query = tile_vector(q + (b * G + g) * K, K, KP, LANES, INNER)
+        value = widened(tl.load(v + b * (H * V) + row))
+        strength = widened(tl.load(beta + b * H + h))
 
     if VIEWED:
         read_d, viewed_output = viewed_read(
@@ -200,17 +202,18 @@ def fold_tile(
         else:
             d = widened(tl.load(d_buffer + record))
         state += over_rows(d) * record_key
-    state *= step_decay(log_decay, b * H + h, K, KP, LANES, INNER, BY_KEY)
-    if KEY_COPY and not RAW:
-        d = read_d
-    else:
-        d = strength * (value - row_sums(state * key))
-    if OUTPUT_COPY:
-        result = viewed_output
-    else:
-        result = row_sums(state * query) + d * row_sums(key * query)
-    state += over_rows(d) * key
-    tl.store(output + b * (H * V) + row, narrowed(result, output.dtype.element_ty))
+    if q is not None:
+        state *= step_decay(log_decay, b * H + h, K, KP, LANES, INNER, BY_KEY)
+        if KEY_COPY and not RAW:
+            d = read_d
+        else:
+            d = strength * (value - row_sums(state * key))
+        if OUTPUT_COPY:
+            result = viewed_output
+        else:
+            result = row_sums(state * query) + d * row_sums(key * query)
+        state += over_rows(d) * key
+        tl.store(output + b * (H * V) + row, narrowed(result, output.dtype.element_ty))
     most = store_tile(
         state, checkpoint, checkpoint_scales, first, r, first_row, slot, store_numbers, sequence_ids, seed,
         random_stream, K, KP, LANES, INNER, STORE, ROUNDS,
@@ -236,7 +239,8 @@ def window_fold_kernel(
 
     largest: float32 (B, H, V / R), at the number of the flush; None without a copy.  factors: float32 (folds, J, K) to
     work in; None unless BY_KEY.  KEY_COPY: whether the copy serves
-    S k; OUTPUT_COPY: whether it serves the output of a flush.
+    S k; OUTPUT_COPY: whether it serves the output of a flush.  Without a token (q to output None) whole windows of
+    L - 1 records are folded, and that is all.
     """
     pid = tl.program_id(0)
     if pid < folds:
@@ -262,6 +266,8 @@ def window_fold_kernel(
                     random_stream,
                     H, G, V, K, KP, L, J, RING, R, LANES, INNER, STORE, BY_KEY, KEY_COPY, OUTPUT_COPY, ROUNDS,
                 )  # fmt: skip
+    elif q is None:
+        pass
     elif BY_KEY:
         channel_window(
             pid - folds, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,

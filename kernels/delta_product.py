@@ -103,6 +103,7 @@ def fold_item(
     KEY_COPY: tl.constexpr, ROUNDS: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """See ``product_fold_kernel``."""
+    HELD: tl.constexpr = L if q is not None else L - 1
     TILES: tl.constexpr = V // R
     PIECES: tl.constexpr = K // PIECE
     RAW: tl.constexpr = v_buffer is not None
@@ -119,7 +120,8 @@ def fold_item(
     if STORE.scale is not None:
         row_scales = tl.load(checkpoint_scales + first + row_of_lane(R))
     row = tile * R + 16 * tl.arange(0, R // 16)[:, None] + tl.arange(0, 16)[None, :]
-    value = widened(tl.load(v + (b * H + h) * V + row))
+    if q is not None:
+        value = widened(tl.load(v + (b * H + h) * V + row))
     record = (head * RING + ring_place(origin, slot, j, RING)) * V
     held_at = record[None, None, :] + row[:, :, None]
     if RAW:
@@ -132,26 +134,29 @@ def fold_item(
         before_at, after_at = keys_before + flush * (J * K), keys_after + flush * (J * K)
     else:
         gamma = tl.load(gammas + flush * J + j)
-        whole = tl.load(gammas + flush * J + L - 1)
+        whole = tl.load(gammas + flush * J + HELD - 1)
         for c in tl.static_range(PIECES):
             column = key_of_place(tl.arange(0, PIECE)) + c * PIECE
             keys += (keys_of_window(k_buffer, origin, slot, b, g, k, column, G, K, L, J, RING),)
 
     predicted = None
-    if RAW or not KEY_COPY:
+    if RAW or (q is not None and not KEY_COPY):
         for c in tl.static_range(PIECES):
             high, middle, low = three_parts(operand(decoded_piece(stored[c], row_scales, R, STORE), R))
             if BY_KEY:
-                right = tl.trans(wide_keys(before_at, L, K, J, c * PIECE))
+                right = tl.trans(wide_keys(before_at, HELD, K, J, c * PIECE))
                 predicted = wide_product(high, middle, low, right, predicted)
             else:
                 predicted = exact_product(high, middle, low, tl.trans(keys[c]), predicted)
     if predicted is not None and not BY_KEY:
         predicted *= gamma[None, None, :]
     last = (j == L - 1)[None, None, :]
+    wanted = widened(held)
     if RAW:
-        wanted = tl.where(last, value[:, :, None], widened(held)) - predicted
-    else:
+        if q is not None:
+            wanted = tl.where(last, value[:, :, None], wanted)
+        wanted -= predicted
+    elif q is not None:
         if KEY_COPY:
             if BY_KEY:
                 along = copy_along_key(words, scales, first, before_at + (L - 1) * K, K, KP, R)
@@ -160,7 +165,7 @@ def fold_item(
             along = tl.reshape(along, (R // 16, 16)) * tl.load(global_scale + head)
         else:
             along = tl.sum(tl.where(last, predicted, 0.0), 2)
-        wanted = tl.where(last, (value - along)[:, :, None], widened(held))
+        wanted = tl.where(last, (value - along)[:, :, None], wanted)
     high, middle, low = three_parts(wanted)
     high, middle, low = three_parts(wide_product(high, middle, low, matrix, None))
     pieces = ()
@@ -169,7 +174,7 @@ def fold_item(
         if BY_KEY:
             decay = tl.load(gammas + flush * K + (piece_columns(R) + c * PIECE))
             state = wide_product(
-                high, middle, low, wide_keys(after_at, L, K, J, c * PIECE), operand(state * decay, R)
+                high, middle, low, wide_keys(after_at, HELD, K, J, c * PIECE), operand(state * decay, R)
             )
         else:
             state = exact_product(high, middle, low, keys[c], operand(state * whole, R))
@@ -177,12 +182,14 @@ def fold_item(
     result = tl.zeros((4, 8, R // 16, 2), tl.float32)
     lanes = ()
     for c in tl.static_range(PIECES):
-        query = widened(tl.load(q + (b * G + g) * K + (piece_columns(R) + c * PIECE)))
-        result += tl.sum(tl.sum(pieces[c] * query, 5), 4)
+        if q is not None:
+            query = widened(tl.load(q + (b * G + g) * K + (piece_columns(R) + c * PIECE)))
+            result += tl.sum(tl.sum(pieces[c] * query, 5), 4)
         lanes += (lanes_of_piece(pieces[c], R),)
-    result = tl.reshape(tl.sum(result, 0), (R,))
-    output_at = output + (b * H + h) * V + tile * R + row_of_lane(R)
-    tl.store(output_at, narrowed(result, output.dtype.element_ty))
+    if q is not None:
+        result = tl.reshape(tl.sum(result, 0), (R,))
+        output_at = output + (b * H + h) * V + tile * R + row_of_lane(R)
+        tl.store(output_at, narrowed(result, output.dtype.element_ty))
     number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
     sequence = tl.load(sequence_ids + slot).to(tl.uint32)
     stream = tl.full((1, 1), random_stream, tl.int32).to(tl.uint32)
@@ -222,7 +229,8 @@ def product_fold_kernel(
     With all of a head's rows (R = V) its NVFP4 copy is encoded, too; otherwise ``largest`` (B, H, V / R), at the number
     of the flush, is the largest stored magnitude of each tile.  words, code_halves, scale_pairs: the copy's codes as
     int32 and as int16, and its scales as int16; None without a copy.  d are derived again where there is a v_buffer;
-    without one only the token's is missing, whose S k comes from the copy with KEY_COPY.
+    without one only the token's is missing, whose S k comes from the copy with KEY_COPY.  Without a token (q to output
+    None) L - 1 records are the whole window, and nothing is put out.
     """
     total = tl.load(flush_count) * (H * (V // R))
     # Invariants of the loop would live in registers all the time.

@@ -85,8 +85,10 @@ def keys_of_window(
     row = (slot * G + g) * RING + ring_place(origin, slot, j, RING)
     inside = (column < K)[None, :]
     keys = tl.load(k_buffer + row[:, None] * K + column[None, :], mask=(j < L - 1)[:, None] & inside, other=0)
-    token = tl.load(k + (b * G + g) * K + column, mask=column < K, other=0)
-    return tl.where((j == L - 1)[:, None], token[None, :], keys)
+    if k is not None:
+        token = tl.load(k + (b * G + g) * K + column, mask=column < K, other=0)
+        keys = tl.where((j == L - 1)[:, None], token[None, :], keys)
+    return keys
 
 
 @triton.jit
@@ -94,15 +96,17 @@ def window_decays(
     log_decay_buffer, origin, slot, b, h, log_decay, H: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr,
 ):  # fmt: skip
-    """gamma (J,), e_ij below the diagonal (J, J), 0 elsewhere, and w (J,), of a full window and the token."""
+    """gamma (J,), e_ij below the diagonal (J, J), 0 elsewhere, and w (J,), of a full window and a token."""
+    LAST: tl.constexpr = L - 1 if log_decay is not None else L - 2
     j = tl.arange(0, J)
     at = (slot * H + h) * RING + ring_place(origin, slot, j, RING)
     gate = tl.load(log_decay_buffer + at, mask=j < L - 1, other=0)
-    gate = tl.where(j == L - 1, widened(tl.load(log_decay + b * H + h)), gate)
+    if log_decay is not None:
+        gate = tl.where(j == L - 1, widened(tl.load(log_decay + b * H + h)), gate)
     gamma = tl.exp(tl.cumsum(gate, 0))
     below = j[:, None] > j[None, :]
     between = tl.exp(tl.cumsum(tl.where(below, gate[:, None], 0.0), 0))
-    weight = tl.sum(tl.where((j == L - 1)[:, None], between, 0.0), 0)
+    weight = tl.sum(tl.where((j == LAST)[:, None], between, 0.0), 0)
     return gamma, tl.where(below, between, 0.0), weight
 
 
@@ -140,7 +144,9 @@ def head_system(
     b = tl.load(flush_rows + i)
     slot = tl.load(slots + b).to(tl.int64)
     g, j = h // (H // G), tl.arange(0, J)
-    strength = widened(tl.load(beta + b * H + h))
+    strength = 0.0
+    if beta is not None:
+        strength = widened(tl.load(beta + b * H + h))
     strengths = window_strengths(beta_buffer, origin, slot, h, strength, H, L, J, RING)
     gamma, between, weight = window_decays(log_decay_buffer, origin, slot, b, h, log_decay, H, L, J, RING)
     keys = keys_of_window(k_buffer, origin, slot, b, g, k, tl.arange(0, KP), G, K, L, J, RING)
@@ -184,6 +190,7 @@ def channel_system(
     """``head_system`` under a decay a key channel: ``gammas`` (B, H, K) of the whole window, and float32 (B, H, J, K)
     each key times the decays up to it in ``keys_before``, and times those behind it in ``keys_after``.
     """
+    HELD: tl.constexpr = L if k is not None else L - 1
     i, h = item // H, item % H
     b = tl.load(flush_rows + i)
     slot = tl.load(slots + b).to(tl.int64)
@@ -195,7 +202,9 @@ def channel_system(
     first = (lane == 0) & (column < K)
     system = systems + item * (J * J)
     before_at, after_at = keys_before + item * (J * K), keys_after + item * (J * K)
-    strength = widened(tl.load(beta + b * H + h))
+    strength = 0.0
+    if beta is not None:
+        strength = widened(tl.load(beta + b * H + h))
     strengths = window_strengths(beta_buffer, origin, slot, h, strength, H, L, J, RING)
     inside = (record < L - 1) & (column < K)
     places = ring_place(origin, slot, record, RING)
@@ -211,17 +220,19 @@ def channel_system(
         keys, before, scores = next_token(keys, before, number, gate, key, record)
         tl.store(system + number * J + row, scores)
         tl.store(before_at + number * K + column, key * before, mask=first)
-    gate = entries(log_decay + (b * H + h) * K, column, K)
-    key = entries(k + (b * G + g) * K, column, K)
-    keys = tl.where(record == L - 1, key, keys)
-    keys, before, scores = next_token(keys, before, L - 1, gate, key, record)
-    tl.store(system + (L - 1) * J + row, scores)
-    tl.store(before_at + (L - 1) * K + column, key * before, mask=first)
+    if k is not None:
+        gate = entries(log_decay + (b * H + h) * K, column, K)
+        key = entries(k + (b * G + g) * K, column, K)
+        keys = tl.where(record == L - 1, key, keys)
+        keys, before, scores = next_token(keys, before, L - 1, gate, key, record)
+        tl.store(system + (L - 1) * J + row, scores)
+        tl.store(before_at + (L - 1) * K + column, key * before, mask=first)
+        whole += gate
     tl.store(after_at + record * K + column, keys, mask=column < K)
-    tl.store(gammas + item * K + column, tl.exp(whole + gate), mask=first)
+    tl.store(gammas + item * K + column, tl.exp(whole), mask=first)
     tl.debug_barrier()  # other lanes read the scores than stored them
     i, j = tl.arange(0, J)[:, None], tl.arange(0, J)[None, :]
-    scores = tl.load(system + (i * J + j), mask=(j < i) & (i < L), other=0)
+    scores = tl.load(system + (i * J + j), mask=(j < i) & (i < HELD), other=0)
     tl.debug_barrier()
     RAW: tl.constexpr = beta_buffer is not None
     weight = tl.full((J,), 1.0, tl.float32)

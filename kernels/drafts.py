@@ -4,21 +4,45 @@ As in ``quantlab.kernels.steps``, nothing waits for the device: how many drafts 
 and so is which windows they complete.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
 
 from quantlab.errors import InputError
-from quantlab.kernels import arguments, mamba2_steps
+from quantlab.kernels import arguments, delta_verify, mamba2_steps
 from quantlab.kernels.slots import accept_kernel, plan_commit_kernel, wait_kernel
 from quantlab.kernels.steps import ADVANCED_ROWS, launch
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.checks import is_integer
 from quantlab.schemes.drafts import ORIGINS, CommitPlan, room
 from quantlab.schemes.ledger import StateShape
-from quantlab.schemes.policy import Policy, parse_policy
+from quantlab.schemes.policy import MAXIMUM_WINDOW, Policy, parse_policy
 from quantlab.schemes.pool import LayerPool, SlotCounters, unpoolable
 from quantlab.schemes.steps import StepPlan
+
+
+class Family(NamedTuple):
+    """The kernels of one recurrence that verify and commit.
+
+    served(policy, shape) -> why they do not serve a policy that has a layout, or None.  verify(pool, tokens, plan,
+    output), commit(pool, plan): of one layer, arguments checked.  most: drafts of one verification.
+    """
+
+    served: Callable[[Policy, StateShape], str | None]
+    verify: Callable[[LayerPool, StepInputs, StepPlan, Tensor], None]
+    commit: Callable[[LayerPool, CommitPlan], None]
+    most: int
+
+
+_DELTA = Family(delta_verify.served, delta_verify.verify, delta_verify.commit, delta_verify.MOST_DRAFTS)
+FAMILIES = {
+    "mamba2": Family(mamba2_steps.served_drafts, mamba2_steps.verify, mamba2_steps.commit, MAXIMUM_WINDOW),
+    "gated_delta": _DELTA,
+    "kimi_delta": _DELTA,
+}
 
 
 def served(policy: str | Policy, family: str, shape: StateShape) -> str | None:
@@ -26,9 +50,9 @@ def served(policy: str | Policy, family: str, shape: StateShape) -> str | None:
     policy = parse_policy(policy)
     if reason := unpoolable(policy, family, shape):
         return f"what a pool has no layout for, which takes {reason}"
-    if family != "mamba2":
+    if family not in FAMILIES:
         return f"drafts of the family {family}"
-    return mamba2_steps.served_drafts(policy, shape)
+    return FAMILIES[family].served(policy, shape)
 
 
 def verify_tokens(
@@ -36,7 +60,7 @@ def verify_tokens(
 ) -> Tensor:
     """Read drafted tokens of one layer; see ``quantlab.schemes.drafts``.
 
-    At most a window of them.  Inputs and output are float32, bfloat16 or float16 and contiguous.
+    At most a window of them, and 16 of a delta rule.  Inputs and output are float32, bfloat16 or float16, contiguous.
 
     Raises:
         InputError: an argument does not fit the pool, or no kernel serves the pool's policy; nothing was launched.
@@ -44,11 +68,12 @@ def verify_tokens(
     arguments.pool(pool)
     arguments.plan(plan, pool, StepPlan)
     _serve(pool)
-    most = min(room(pool), pool.policy.window)
+    family = FAMILIES[pool.family]
+    most = min(room(pool), pool.policy.window, family.most)
     arguments.drafts(tokens, pool, plan.slots.shape[0], most)
     output = arguments.output(output, pool, tokens)
     if output.numel():
-        mamba2_steps.verify(pool, tokens, plan, output)
+        family.verify(pool, tokens, plan, output)
     return output
 
 
@@ -99,7 +124,7 @@ def commit_tokens(pool: LayerPool, plan: CommitPlan) -> None:
     arguments.plan(plan, pool, CommitPlan)
     _serve(pool)
     if plan.slots.shape[0]:
-        mamba2_steps.commit(pool, plan)
+        FAMILIES[pool.family].commit(pool, plan)
 
 
 def end_commit(plan: CommitPlan) -> None:

@@ -46,7 +46,6 @@ def specialisations() -> tuple[Specialisation, ...]:
     """
     dual_read = (
         # name, heads, groups, value dim, key dim, window, buffer type, token type
-        ("mamba2_8_groups_fp32", 64, 8, 64, 128, 16, "fp32", "fp32"),
         ("mamba2_value_dim_80", 96, 8, 80, 128, 16, "bf16", "bf16"),
         ("odd_sizes", 6, 3, 37, 80, 33, "fp32", "fp32"),
     )
@@ -60,15 +59,11 @@ def specialisations() -> tuple[Specialisation, ...]:
         ("nvfp4_packed", "nvfp4", state, PACKED, torch.bfloat16),
         ("mxfp4_packed", "mxfp4", state, PACKED, torch.float32),
     )
-    decodings = (
-        ("nvfp4", "nvfp4", state),
-        ("mxfp8", "mxfp8_e5m2", state),
-    )
     return (
         *(_launched(launch) for launch in launches()),
         *(_dual_read(*row) for row in dual_read),
         *(_encode(*row) for row in encodings),
-        *(_decode(*row) for row in decodings),
+        _decode("nvfp4", "nvfp4", state),
         _global_scale("nvfp4", state),
         _random_words(rounds=7),
     )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.runtime import JITFunction
 
-from quantlab.kernels import hand_off, mamba2_steps, steps
+from quantlab.kernels import drafts, hand_off, steps
 from quantlab.recurrences import StepInputs, get_recurrence
 from quantlab.schemes import StateShape
 from quantlab.schemes.drafts import CommitPlan
@@ -30,11 +30,8 @@ _ODD_KEYS = StateShape(30, 192, 96, 30)
 
 POLICIES = (
     # name, policy, family, shape, which of its kernels
-    ("fp32", "fp32@1", "mamba2", _NANO, ("step",)),
     ("fp16_sr", "fp16+sr@1", "mamba2", _NANO, ("step",)),
     ("fp8_sr_long_keys", "fp8+sr@1", "mamba2", _LONG_KEYS, ("step",)),
-    ("int8_value_dim_80", "int8@1", "mamba2", _ODD_VALUES, ("step",)),
-    ("fp32_window", "fp32@16", "mamba2", _NANO, ("flush",)),
     ("fp8_sr_window", "fp8+sr@16:buffer=bf16", "mamba2", _NANO, ("flush",)),
     (
         "fp32_nvfp4",
@@ -73,8 +70,24 @@ POLICIES = (
 """A kernel that several policies launch alike stands here once."""
 
 DRAFTS = 4
-DRAFTED = (("fp32_nvfp4_drafts", "fp32/nvfp4@16:buffer=bf16", _NANO, ("draft_window", "draft_read_copy")),)
-"""As ``POLICIES``, of Mamba-2: what a verification of ``DRAFTS`` tokens and a commit launch."""
+DRAFTED = (
+    (
+        "fp32_nvfp4_drafts",
+        "fp32/nvfp4@16:buffer=bf16",
+        "mamba2",
+        _NANO,
+        ("draft_window", "draft_read_copy"),
+    ),
+    (
+        "gdn_drafts",
+        "fp32/nvfp4@16:buffer=bf16",
+        "gated_delta",
+        _GATED_DELTA,
+        ("head_draft_window", "draft_read"),
+    ),
+    ("kda_drafts", "fp32@16:buffer=bf16", "kimi_delta", _KIMI_DELTA, ("channel_draft_window", "draft_read")),
+)
+"""As ``POLICIES``: what a verification of ``DRAFTS`` tokens and a commit launch."""
 
 
 class Launch(NamedTuple):
@@ -87,16 +100,16 @@ class Launch(NamedTuple):
 
 
 def launches() -> list[Launch]:
-    """Of the kernels that ``POLICIES`` names, and of those that move the counters of slots."""
+    """Of the kernels that ``POLICIES`` and ``DRAFTED`` name, and of the one that plans a step."""
     found = []
     for name, policy, family, shape, wanted in POLICIES:
         pool = allocate_pool(policy, family, shape, BATCH, device="meta")[0]
         found += _named(name, wanted, _recorded(lambda pool=pool: _step_and_load(pool)))
-    for name, policy, shape, wanted in DRAFTED:
-        pool = allocate_pool(policy, "mamba2", shape, BATCH, drafts=DRAFTS, device="meta")[0]
+    for name, policy, family, shape, wanted in DRAFTED:
+        pool = allocate_pool(policy, family, shape, BATCH, drafts=DRAFTS, device="meta")[0]
         found += _named(name, wanted, _recorded(lambda pool=pool: _verify_and_commit(pool)))
     pool = allocate_pool("fp32@16", "mamba2", _NANO, BATCH, device="meta")[0]
-    return found + _recorded(lambda: _counters(pool))
+    return found + _recorded(lambda: _plan(pool))
 
 
 def _named(name: str, wanted: tuple[str, ...], recorded: list[Launch]) -> list[Launch]:
@@ -107,9 +120,9 @@ def _named(name: str, wanted: tuple[str, ...], recorded: list[Launch]) -> list[L
     return [made[kernel]._replace(name=f"{name}_{kernel}") for kernel in wanted]
 
 
-def _counters(pool: LayerPool) -> None:
+def _plan(pool: LayerPool) -> None:
     with unittest.mock.patch.object(steps.arguments, "runs_here", lambda *_: None):
-        steps.end_step(steps.begin_step(pool.counters, _slots(), pool.policy.window))
+        steps.begin_step(pool.counters, _slots(), pool.policy.window)
 
 
 def _step_and_load(pool: LayerPool) -> None:
@@ -130,11 +143,15 @@ def _verify_and_commit(pool: LayerPool) -> None:
     shape, rows = pool.shape, _tensor(torch.int32)
     keys, values = (DRAFTS, shape.key_heads, shape.key_dim), (DRAFTS, shape.heads, shape.value_dim)
     q, k, v = (_tensor(torch.bfloat16, *sizes) for sizes in (keys, keys, values))
-    log_decay = _tensor(torch.float32, DRAFTS, shape.heads)
+    recurrence = get_recurrence(pool.family)
+    gate = recurrence.gate_shape(shape.heads, shape.value_dim, shape.key_dim)
+    log_decay = _tensor(torch.float32, DRAFTS, *gate)
+    beta = _tensor(torch.float32, DRAFTS, shape.heads) if recurrence.delta_rule else None
     count, window = torch.empty((1,), dtype=torch.int32, device="meta"), pool.policy.window
     step = StepPlan(pool.counters, window, _slots(), rows, rows, count)
-    mamba2_steps.verify(pool, StepInputs(q, k, v, log_decay), step, torch.empty_like(v))
-    mamba2_steps.commit(pool, CommitPlan(pool.counters, window, _slots(), rows, rows, rows, count))
+    family = drafts.FAMILIES[pool.family]
+    family.verify(pool, StepInputs(q, k, v, log_decay, beta), step, torch.empty_like(v))
+    family.commit(pool, CommitPlan(pool.counters, window, _slots(), rows, rows, rows, count))
 
 
 def _slots() -> torch.Tensor:

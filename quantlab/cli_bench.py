@@ -35,6 +35,7 @@ _NAMES = {
     "batch": "batch",
     "who": "kernels",
     "policy": "policy",
+    "drafts": "drafts",
     "us": "us",
     "quartiles": "quartiles",
     "megabytes": "MB",
@@ -45,7 +46,7 @@ _NAMES = {
     "kernels": "launches",
     "status": "status",
 }
-_RIGHT = ["batch", "us", "quartiles", "megabytes", "of_copy", "against_peer", "against_baseline"]
+_RIGHT = ["batch", "drafts", "us", "quartiles", "megabytes", "of_copy", "against_peer", "against_baseline"]
 
 
 def bench(
@@ -65,6 +66,13 @@ def bench(
     ] = None,
     batch: Annotated[
         list[int] | None, typer.Option(help="Rows decoded together, 1 to 1024; repeat for several.")
+    ] = None,
+    drafts: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="T",
+            help="Policies with a window verify T tokens and commit them all, against T steps of fp32@1; repeatable.",
+        ),
     ] = None,
     peer: Annotated[
         list[str] | None,
@@ -92,7 +100,8 @@ def bench(
 ) -> None:
     """Time one decode step of one layer, amortised over the window, after a comparison with plain torch."""
     if figure is not None:
-        _only("figure", {"model": model, "shape": shape, "policy": policy, "batch": batch, "peer": peer})
+        given = {"model": model, "shape": shape, "policy": policy, "batch": batch, "drafts": drafts}
+        _only("figure", given | {"peer": peer})
         _redraw(figure, output or figure, as_json)
         return
     if bandwidth is not None and not dry_run:
@@ -103,10 +112,12 @@ def bench(
     wanted = parse_peers(peer or [])
     if dry_run:
         peers = {name: offered(name, family) for name in wanted}
-        _list(_cases(family, shapes, policy, batch, peers), bandwidth or DRY_BANDWIDTH, as_json)
+        _list(_cases(family, shapes, policy, batch, peers, drafts), bandwidth or DRY_BANDWIDTH, as_json)
         return
-    _cases(family, shapes, policy, batch, {})  # refuses bad input before anything is imported or allocated
-    _measure(family, shapes, policy, batch, wanted, output, again, as_json)
+    _cases(
+        family, shapes, policy, batch, {}, drafts
+    )  # refuses bad input before anything is imported or allocated
+    _measure(family, shapes, policy, batch, drafts, wanted, output, again, as_json)
 
 
 def _measure(
@@ -114,6 +125,7 @@ def _measure(
     shapes: "list[StateShape]",
     policy: list[str] | None,
     batch: list[int] | None,
+    drafts: list[int] | None,
     wanted: dict[str, Path | None],
     output: Path | None,
     again: bool,
@@ -136,7 +148,7 @@ def _measure(
     peers, notes = load_peers(wanted)
     for note in notes:
         _say(note)
-    cases = _cases(family, shapes, policy, batch, _policies_of(peers, family))
+    cases = _cases(family, shapes, policy, batch, _policies_of(peers, family), drafts)
     timer = GraphTimer()
     progress = _Progress(len(cases))
     records = run_cases(
@@ -170,9 +182,9 @@ class _Progress:
         self.done += 1
         point, us = record["point"], record["metrics"].get("us")
         shape = ",".join(str(point[name]) for name in ("heads", "value_dim", "key_dim", "key_heads"))
-        case = (
-            f"{point['family']} {shape} batch {point['batch']}, {point['implementation']} {point['policy']}"
-        )
+        drafts = f" {point['drafts']} drafts" if "drafts" in point else ""
+        who = f"{point['implementation']} {point['policy']}{drafts}"
+        case = f"{point['family']} {shape} batch {point['batch']}, {who}"
         result = f"{us:.2f} us" if us else record["status"]
         tail = f": {record['message']}" if record["message"] else ""
         took = f" ({record['seconds']:.1f} s)" if timed else " (from its record)"
@@ -216,11 +228,12 @@ def _cases(
     policy: list[str] | None,
     batch: list[int] | None,
     peers: dict[str, list[str]],
+    drafts: list[int] | None,
 ) -> "list[Case]":
     from quantlab.kernels.bench_cases import expand
 
-    policies, batches = policy or list(POLICIES), batch or list(BATCHES)
-    return [case for shape in shapes for case in expand(family, shape, policies, batches, peers)]
+    given = policy or list(POLICIES), batch or list(BATCHES), peers, drafts or []
+    return [case for shape in shapes for case in expand(family, shape, *given)]
 
 
 def _list(cases: "list[Case]", bandwidth: float, as_json: bool) -> None:
@@ -236,6 +249,7 @@ def _list(cases: "list[Case]", bandwidth: float, as_json: bool) -> None:
                 "batch": case.batch,
                 "implementation": case.implementation,
                 "policy": case.policy,
+                "drafts": case.drafts or None,
                 "bytes": found.bytes,
                 "read": sum(found.read.values()),
                 "written": sum(found.written.values()),
@@ -263,13 +277,14 @@ def _list(cases: "list[Case]", bandwidth: float, as_json: bool) -> None:
         "batch",
         "implementation",
         "policy",
+        *(["drafts"] if any(case.drafts for case in cases) else []),
         "read",
         "written",
         "bytes",
         "token_bytes",
         "wall_us",
     ]
-    right = ["batch", "read", "written", "bytes", "token_bytes", "wall_us"]
+    right = ["batch", "drafts", "read", "written", "bytes", "token_bytes", "wall_us"]
     title = f"{cases[0].family}: what a step of a layer moves, amortised over the window"
     print_table(title, rows, columns, names, right, ["batch", "policy", "bytes", "wall_us"])
 
@@ -287,6 +302,7 @@ def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
     for row in rows:
         if row["message"]:
             who = row["policy"] if row["implementation"] == "quantlab" else row["implementation"]
+            who += f" with {row['drafts']} drafts" if row["drafts"] else ""
             typer.echo(f"{who} at batch {row['batch']}, {row['status']}: {row['message']}")
 
 
@@ -304,6 +320,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
         "batch": row["batch"],
         "who": row["implementation"],
         "policy": row["policy"],
+        "drafts": row["drafts"],
         "us": fixed(row["us"], 2),
         "quartiles": quartiles,
         "megabytes": fixed(row["bytes"], 2, 1e6),

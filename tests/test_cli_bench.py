@@ -15,7 +15,7 @@ from quantlab.kernels import bench_timing
 from quantlab.kernels.bench_timing import Times
 from quantlab.records import complete_record, load_records, save_record
 from quantlab.report.speed import draw_speed, in_order, load_speed_records, speed_rows
-from quantlab.schemes import steps
+from quantlab.schemes import drafts, steps
 
 
 def bench(*arguments, status=0):
@@ -52,6 +52,16 @@ def test_a_model_gives_the_shape():
     assert [row["shape"] for row in shapes] == ["4,8,32,2", "8,8,32,2"]
 
 
+def test_drafts_are_listed_beside_steps_of_the_baseline():
+    given = "--dry-run", "--family", "gated_delta", "-p", "fp32/nvfp4@16", "--batch", 4, "--drafts", 4
+    step, verify = objects(*given)
+    assert (step["policy"], step["drafts"]) == ("fp32@1", None)
+    assert (verify["policy"], verify["drafts"]) == ("fp32/nvfp4@16", 4)
+    assert verify["token_bytes"] == 4 * step["token_bytes"]
+    assert "drafts" in bench(*given)
+    assert "drafts" not in bench(*given[:-2])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_one_line_says_what_is_needed(tmp_path):
     with pytest.raises(InputError, match="device 'none': expected a CUDA GPU") as raised:
@@ -75,6 +85,7 @@ def test_without_a_gpu_one_line_says_what_is_needed(tmp_path):
         ("--peer vlm", "peer 'vlm'"),
         ("--peer vllm=/nowhere", "vllm=PATH"),
         ("--bandwidth 3", "--dry-run"),
+        ("--drafts 0 --dry-run", "drafts 0"),
         ("--figure . --batch 3", "nothing beside --figure"),
         ("--figure /nowhere", "existing folder"),
     ],
@@ -143,6 +154,19 @@ def test_a_run_leaves_records_a_table_and_figures(clock, tmp_path, monkeypatch):
     again = objects(*SMALL, "--output", tmp_path)
     assert [row["us"] for row in again] == [float(row["us"]) for row in rows]
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "records").iterdir()}
+
+
+def test_drafts_have_a_row_and_a_ratio(clock, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "quantlab.kernels.drafts", drafts)
+    given = "--shape", "2,16,32,1", "-p", "fp32/nvfp4@4", "--batch", 2, "--drafts", 2
+    output = bench(*given, "--output", tmp_path)
+    assert "drafts" in output
+    step, verify = (row for row in csv.DictReader((tmp_path / "bench.csv").open()))
+    assert (step["policy"], step["drafts"]) == ("fp32@1", "")
+    assert (verify["policy"], verify["drafts"]) == ("fp32/nvfp4@4", "2")
+    ratio = 2 * float(step["us"]) / float(verify["us"])
+    assert float(verify["against_baseline"]) == pytest.approx(ratio)
+    assert (tmp_path / "speed-mamba2-2x16x32x1.png").stat().st_size > 10_000
 
 
 def test_a_failed_comparison_ends_with_status_1(clock, monkeypatch, tmp_path):

@@ -17,6 +17,8 @@ NUMBERS = ("us", "us_lower", "us_upper", "bytes", "bytes_per_us", "of_copy", "co
 SHAPE = ("heads", "value_dim", "key_dim", "key_heads")
 
 Row = dict[str, Any]
+Name = tuple[str, str, int]
+"""Implementation, policy, drafts."""
 
 
 def load_speed_records(folder: str | os.PathLike[str]) -> list[Record]:
@@ -36,26 +38,29 @@ def speed_rows(records: Sequence[Record]) -> Iterator[Row]:
     """A row a record: its numbers, and ratios with records of the same run.
 
     against_baseline, against_peer: how many times faster than our own ``fp32@1`` and than the fastest peer (named in
-    ``peer``) at the same family, shape and batch; None without one that was timed in the same run.  A peer whose state
-    has fewer bits a value than our checkpoint is no rival: it gives up what ours keeps.  Peers have no peer.
+    ``peer``) at the same family, shape and batch, as many of their steps as drafts are verified; None without one that
+    was timed in the same run.  A peer whose state has fewer bits a value than our checkpoint is no rival: it gives up
+    what ours keeps.  Peers have no peer.
     """
     for record in records:
         point, metrics = record["point"], record["metrics"]
-        mine = metrics.get("us")
+        mine, tokens = metrics.get("us"), point.get("drafts", 1)
         beside = [other for other in records if _same_group(record, other) and other["metrics"].get("us")]
         base = [r for r in beside if (r["point"]["implementation"], r["point"]["policy"]) == (OURS, BASELINE)]
-        others = [r for r in beside if r["point"]["implementation"] != OURS and not _coarser(r, record)]
+        steps = [r for r in beside if "drafts" not in r["point"]]
+        others = [r for r in steps if r["point"]["implementation"] != OURS and not _coarser(r, record)]
         best = min(others, key=lambda r: r["metrics"]["us"], default=None)
         if point["implementation"] != OURS:
             best = None
         yield {
             **{name: value for name, value in point.items() if name != "kind"},
+            "drafts": point.get("drafts"),
             "run": metrics.get("run"),
             "status": record["status"],
             "message": record["message"],
             **{name: metrics.get(name) for name in NUMBERS},
-            "against_baseline": base[0]["metrics"]["us"] / mine if base and mine else None,
-            "against_peer": best["metrics"]["us"] / mine if best and mine else None,
+            "against_baseline": tokens * base[0]["metrics"]["us"] / mine if base and mine else None,
+            "against_peer": tokens * best["metrics"]["us"] / mine if best and mine else None,
             "peer": best["point"]["implementation"] if best else None,
             "peer_policy": best["point"]["policy"] if best else None,
             "control_share": metrics.get("control_share"),
@@ -74,7 +79,8 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
     def key(row: Row) -> tuple[Any, ...]:
         where = (row["device"], row["family"], *(row[name] for name in SHAPE), row["batch"])
         policy = row["policy"]
-        return (*where, row["implementation"] != OURS, row["implementation"], policy != BASELINE, policy)
+        ours = row["implementation"] == OURS
+        return (*where, not ours, row["implementation"], policy != BASELINE, policy, row["drafts"] or 0)
 
     return sorted(rows, key=key)
 
@@ -82,7 +88,7 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 def _same_group(one: Record, other: Record) -> bool:
     if one["metrics"].get("run") != other["metrics"].get("run"):
         return False
-    names = set(one["point"]) - {"policy", "implementation"}
+    names = set(one["point"]) - {"policy", "implementation", "drafts"}
     return all(one["point"][name] == other["point"].get(name) for name in names)
 
 
@@ -161,16 +167,17 @@ def _draw(key: tuple[Any, ...], rows: list[Row], folder: Path) -> list[Path]:
     return paths
 
 
-def _name(row: Row) -> tuple[str, str]:
-    return row["implementation"], row["policy"]
+def _name(row: Row) -> Name:
+    return row["implementation"], row["policy"], row["drafts"] or 0
 
 
-def _label(name: tuple[str, str]) -> str:
-    implementation, policy = name
-    return policy if implementation == OURS else f"{implementation}: {policy}"
+def _label(name: Name) -> str:
+    implementation, policy, drafts = name
+    what = f"{policy}, {drafts} drafts" if drafts else policy
+    return what if implementation == OURS else f"{implementation}: {what}"
 
 
-def _styles(rows: Sequence[Row]) -> dict[tuple[str, str], Any]:
+def _styles(rows: Sequence[Row]) -> dict[Name, Any]:
     """Ours first, so that peers change nobody's colour."""
     from quantlab.report.style import policy_styles
 
@@ -179,7 +186,7 @@ def _styles(rows: Sequence[Row]) -> dict[tuple[str, str], Any]:
     return {name: found[_label(name)] for name in names}
 
 
-def _draw_rates(axes: Any, rows: list[Row], styles: dict[tuple[str, str], Any]) -> None:
+def _draw_rates(axes: Any, rows: list[Row], styles: dict[Name, Any]) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     from quantlab.report.style import INK, MUTED
@@ -217,7 +224,7 @@ def _draw_rates(axes: Any, rows: list[Row], styles: dict[tuple[str, str], Any]) 
             axes.text(*at, _label(name), fontsize=7, color=style.color, va="center")
 
 
-def _draw_times(axes: Any, rows: list[Row], styles: dict[tuple[str, str], Any], batch: int) -> None:
+def _draw_times(axes: Any, rows: list[Row], styles: dict[Name, Any], batch: int) -> None:
     order = sorted(rows, key=lambda row: -row["us"])
     longest = order[0]["us"]
     for place, row in enumerate(order):
@@ -239,6 +246,7 @@ def _draw_times(axes: Any, rows: list[Row], styles: dict[tuple[str, str], Any], 
     axes.set_yticks(range(len(order)), [_label(_name(row)) for row in order])
     axes.tick_params(axis="y", length=0, labelsize=7.6)
     axes.set_xlim(0, longest * 1.16)
-    axes.set_xlabel(f"microseconds of a step at batch {batch}")
+    what = "a step or of drafts" if any(row["drafts"] for row in rows) else "a step"
+    axes.set_xlabel(f"microseconds of {what} at batch {batch}")
     axes.grid(axis="x")
     axes.set_axisbelow(True)

@@ -150,19 +150,21 @@ def _power_operands(codes: numpy.ndarray, scales: numpy.ndarray, device: str) ->
     return torch.cat([output, units[:, None]], 1).cpu().numpy()
 
 
-def moved_windows(policy: str, family: str, implementation: str) -> dict[str, tuple[Tensor, Tensor]]:
+def moved_windows(
+    policy: str, family: str, drafts: int, implementation: str
+) -> dict[str, tuple[Tensor, Tensor]]:
     """One step on a pool with room for drafts, whose windows start anywhere in the ring and wrap around its end.
 
     Output and memory by name: of ``quantlab.schemes.steps``, and of the kernels.
     """
-    pool, slots, inputs = _moved(policy, family)
+    pool, slots, inputs = _moved(policy, family, drafts)
     expected = _memory(pool, slots, inputs, reference)
-    found = _run(_moved_step, implementation, policy, family)
+    found = _run(_moved_step, implementation, policy, family, drafts)
     return {name: (torch.from_numpy(expected[name]), torch.from_numpy(found[name])) for name in expected}
 
 
-def _moved_step(policy: str, family: str, device: str) -> dict[str, numpy.ndarray]:
-    pool, slots, inputs = _moved(policy, family)
+def _moved_step(policy: str, family: str, drafts: int, device: str) -> dict[str, numpy.ndarray]:
+    pool, slots, inputs = _moved(policy, family, drafts)
     counters = replace(pool.counters, **{name: t.to(device) for name, t in vars(pool.counters).items()})
     moved = {name: t.to(device) for name, t in vars(pool).items() if isinstance(t, Tensor)}
     pool = replace(pool, counters=counters, **moved)
@@ -176,7 +178,7 @@ def _memory(pool: LayerPool, slots: Tensor, inputs: StepInputs, layer: Any) -> d
     return {name: t.float().cpu().numpy() for name, t in {"output": output, **memory}.items()}
 
 
-def _moved(policy: str, family: str) -> tuple[LayerPool, Tensor, StepInputs]:
+def _moved(policy: str, family: str, drafts: int) -> tuple[LayerPool, Tensor, StepInputs]:
     """Every number but the counters is random; positions outside of a window hold NaN."""
     random = torch.Generator().manual_seed(7)
     shape = StateShape(2, 16, 32, 2 if family == "kimi_delta" else 1)
@@ -184,9 +186,9 @@ def _moved(policy: str, family: str) -> tuple[LayerPool, Tensor, StepInputs]:
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=random)
 
-    pool = allocate_pool(policy, family, shape, 4, drafts=6)[0]
+    pool = allocate_pool(policy, family, shape, 4, drafts=drafts)[0]
     reference.load_states(pool, torch.arange(4), normal(4, shape.heads, shape.value_dim, shape.key_dim))
-    cursors, origins = (3, 0, 2, 1), (6, 3, 7, 5)
+    cursors, origins = (pool.policy.window - 1, 0, 2, 1), (6, 3, 7, 5)
     pool.counters.cursor.copy_(torch.tensor(cursors))
     pool.counters.origin.copy_(torch.tensor(origins))
     rings = {name: t for name, t in vars(pool).items() if name.endswith("buffer") and t is not None}

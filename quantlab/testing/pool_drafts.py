@@ -32,7 +32,6 @@ from quantlab.testing.pool_steps import (
     _decoded,
     _evaluate,
     _held,
-    _of_heads,
     _terms,
 )
 from quantlab.testing.pools import (
@@ -48,12 +47,13 @@ from quantlab.testing.pools import (
     _where,
 )
 
+RINGS = ("k_buffer", "d_buffer", "v_buffer", "beta_buffer", "log_decay_buffer")
 PLANNED = ("positions", "counts", "flush_rows", "flush_count")
 
 
 @dataclass(frozen=True)
 class DraftCase(PoolCase):
-    """Rounds of a verification of ``drafts`` tokens and a commit, of a family without a delta rule.
+    """Rounds of a verification of ``drafts`` tokens and a commit.
 
     accepted: of each round, the drafts that each row with a slot accepts.  Rings begin anywhere.
     """
@@ -127,9 +127,10 @@ def _drafted_pool(case: DraftCase) -> LayerPool:
     for slot in range(pool.slots):
         origin = (3 * slot + pool.records - 2) * (1 + slot % 2)
         pool.counters.origin[slot] = origin
-        for name in ("k", "d", "log_decay"):
-            ring = getattr(pool, f"{name}_buffer")
-            ring[slot] = ring[slot].roll(origin, 1)
+        for name in RINGS:
+            ring = getattr(pool, name)
+            if ring is not None:
+                ring[slot] = ring[slot].roll(origin, 1)
     pool.counters.origin[0] += ORIGINS + 1 - pool.records  # about to start over
     return pool
 
@@ -156,27 +157,22 @@ def _check_verify(step: Step, what: str) -> None:
     padded = step.output[step.slots < 0]
     assert padded.isnan().all(), f"{what}: the output of a padded row was written"
     for b, slot in live:
+        drafts = {unsigned: [] for unsigned in (False, True)}
         for t in range(count):
             where = f"{what}, slot {slot} at {positions[slot]}, draft {t}"
             token = replace(step, inputs=step.inputs.map(lambda x, t=t: x[:, t]))
-            truth, size = (_draft_terms(step, token, b, slot, t, unsigned) for unsigned in (False, True))
-            counts = _counts(before, truth)
-            truth, size = (_evaluate(before, terms).read for terms in (truth, size))
-            _check_output(step.output[b, t], truth, size, counts["read"], where)
-            zero = torch.zeros(())
-            _check_record(token, b, slot, positions[slot] + t, zero, zero, where)
-
-
-def _draft_terms(step: Step, token: Step, b: int, slot: int, t: int, unsigned: bool) -> Terms:
-    """What draft t reads: the window, and the drafts before it as they were given."""
-    terms = _terms(token, b, slot, unsigned)
-    names = {"k": "k", "d": "v", "log_decay": "log_decay"}
-    earlier = [
-        {name: getattr(step.inputs, source)[b, s].double() for name, source in names.items()}
-        for s in range(t)
-    ]
-    drafts = [_of_heads(fields, step.before.shape.heads, unsigned) for fields in earlier]
-    return replace(terms, records=[*terms.records, *drafts])
+            given = {unsigned: _terms(token, b, slot, unsigned) for unsigned in drafts}
+            terms = {
+                unsigned: replace(one, records=[*one.records, *drafts[unsigned]])
+                for unsigned, one in given.items()
+            }
+            truth, size = (_evaluate(before, terms[unsigned]) for unsigned in (False, True))
+            counts = _counts(before, terms[False])
+            _check_output(step.output[b, t], truth.read, size.read, counts["read"], where)
+            band = counts["d"] * UNIT * size.d
+            _check_record(token, b, slot, positions[slot] + t, truth.d, band, where)
+            for unsigned, result in ((False, truth), (True, size)):
+                drafts[unsigned].append({**given[unsigned].token, "d": result.d})
 
 
 def _check_commit(step: Step, counts: Tensor, what: str) -> None:
@@ -200,9 +196,10 @@ def _check_commit(step: Step, counts: Tensor, what: str) -> None:
         moved["store_numbers"][slot] += folded[slot]
     _check_counters(before, after, moved, what)
     _check_untouched(step, held, [slot for slot in folded if folded[slot]], what, 0)
-    for name in ("k_buffer", "d_buffer", "log_decay_buffer"):
-        one, other = (getattr(pool, name).view(torch.uint8) for pool in (before, after))
-        assert torch.equal(one, other), f"{what}: {name} changed"
+    for name in RINGS:
+        one, other = (getattr(pool, name) for pool in (before, after))
+        same = one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        assert same, f"{what}: {name} changed"
     for slot in (slot for slot in folded if folded[slot]):
         where = f"{what}, slot {slot} with {held[slot]}"
         truth, size = (_fold_terms(before, slot, unsigned) for unsigned in (False, True))
@@ -214,11 +211,13 @@ def _check_commit(step: Step, counts: Tensor, what: str) -> None:
 
 
 def _fold_terms(pool: LayerPool, slot: int, unsigned: bool) -> Terms:
-    """The checkpoint and a whole window, whose last record stands for a token that nothing is read for."""
-    *records, last = _held(pool, slot, pool.policy.window, unsigned)
+    """The checkpoint and a whole window, behind which stands a token that changes nothing."""
+    records = _held(pool, slot, pool.policy.window, unsigned)
     base = _decoded(pool, slot).double()
     base = base.abs() if unsigned else base
-    token = {**last, "v": last["d"], "q": torch.zeros_like(last["k"])}
+    sources = {"q": "k", "k": "k", "v": "d", "log_decay": "log_decay"}
+    token = {name: torch.zeros_like(records[0][source]) for name, source in sources.items()}
+    token["beta"] = torch.zeros_like(token["v"][:, 0])
     return Terms(base, base, records, token, unsigned)
 
 
@@ -228,18 +227,27 @@ def _check_counters(before: LayerPool, after: LayerPool, moved: dict[str, Tensor
         assert torch.equal(value, got), f"{what}: counters.{name} {got.tolist()}, expected {value.tolist()}"
 
 
-def outputs_beside_a_draft(last: float, implementation: str) -> numpy.ndarray:
-    """Outputs (B, T, H, V) of three drafts on a fresh Mamba-2 pool whose last one writes ``last`` in every entry."""
+def outputs_beside_a_draft(family: str, last: tuple[float, ...], implementation: str) -> list[numpy.ndarray]:
+    """Outputs (B, T, H, V) of three drafts on a fresh pool, for each number that the last one has in all of its v."""
     device = "cuda" if implementation == "cuda" else "cpu"
-    shape, generator = StateShape(4, 16, 32, 2), torch.Generator().manual_seed(3)
-    pool = allocate_pool("fp32/nvfp4@4:buffer=bf16", "mamba2", shape, 2, drafts=3, device=device)[0]
-    slots = torch.arange(2, dtype=torch.int32, device=device)
+    shape = StateShape(4, 16, 32, 2) if family == "mamba2" else StateShape(1, 16, 32, 1)
     layer = "schemes" if implementation == "reference" else "kernels"
     steps, drafts = (importlib.import_module(f"quantlab.{layer}.{name}") for name in ("steps", "drafts"))
-    steps.load_states(pool, slots, torch.randn((2, 4, 16, 32), generator=generator).to(device))
-    q, k = torch.randn((2, 2, 3, 2, 32), generator=generator)
-    v = torch.randn((2, 3, 4, 16), generator=generator)
-    v[:, -1] = last
-    tokens = StepInputs(q, k, v, -torch.rand((2, 3, 4), generator=generator)).map(lambda t: t.to(device))
-    plan = steps.begin_step(pool.counters, slots, 4)
-    return drafts.verify_tokens(pool, tokens, plan).cpu().numpy()
+    pool = allocate_pool("fp32/nvfp4@4:buffer=bf16", family, shape, 2, drafts=3, device=device)[0]
+    slots = torch.arange(2, dtype=torch.int32, device=device)
+    generator = torch.Generator().manual_seed(3)
+    heads, keys = shape.heads, shape.key_heads
+    steps.load_states(pool, slots, torch.randn((2, heads, 16, 32), generator=generator).to(device))
+    q, k = torch.randn((2, 2, 3, keys, 32), generator=generator)
+    v = torch.randn((2, 3, heads, 16), generator=generator)
+    gate = (2, 3, heads, 32) if family == "kimi_delta" else (2, 3, heads)
+    log_decay = -torch.rand(gate, generator=generator)
+    beta = None if family == "mamba2" else torch.full((2, 3, heads), 0.5)
+    plan, found = steps.begin_step(pool.counters, slots, 4), []
+    for number in last:
+        v[:, -1] = number
+        tokens = StepInputs(q, k / k.norm(dim=-1, keepdim=True), v, log_decay, beta).map(
+            lambda t: t.to(device)
+        )
+        found.append(drafts.verify_tokens(pool, tokens, plan).cpu().numpy())
+    return found

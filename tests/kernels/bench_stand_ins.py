@@ -7,19 +7,19 @@ import torch
 from quantlab.kernels import bench
 from quantlab.kernels.bench_cases import Case
 from quantlab.kernels.bench_timing import Times
-from quantlab.schemes import parse_policy, steps
+from quantlab.schemes import drafts, parse_policy, steps
 from quantlab.schemes.ledger import StateShape
 
 LARGE = StateShape(64, 64, 128, 8)
 SMALL = StateShape(4, 16, 32, 2)
 
 
-def case(policy="fp32/nvfp4@16:buffer=bf16", batch=8, family="mamba2", shape=SMALL):
-    return Case(family, shape, str(parse_policy(policy)), batch)
+def case(policy="fp32/nvfp4@16:buffer=bf16", batch=8, family="mamba2", shape=SMALL, drafts=0):
+    return Case(family, shape, str(parse_policy(policy)), batch, drafts=drafts)
 
 
 class CountingTimer:
-    """Runs the work once and says that it took a microsecond a call of ``decode_token``."""
+    """Runs the work once and says that it took two microseconds."""
 
     device = torch.device("cpu")
     name = "a made-up device"
@@ -38,6 +38,7 @@ class CountingTimer:
 
 
 def run(cases, **options):
-    options = {"environment": {"threads": 1}, "steps": steps, "bandwidth": 4.0} | options
+    defaults = {"environment": {"threads": 1}, "steps": steps, "drafts": drafts, "bandwidth": 4.0}
+    options = defaults | options
     with unittest.mock.patch.object(bench, "FEWEST_LAYERS", 2):  # the twin is slow
         return bench.run_cases(cases, options.pop("timer", CountingTimer()), **options)

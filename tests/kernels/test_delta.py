@@ -157,12 +157,17 @@ def test_a_scale_that_is_not_a_number_spoils_its_row(implementation):
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:], indirect=True)
 @pytest.mark.parametrize(
-    ("policy", "family"),
-    [("fp32/nvfp4@4:buffer=bf16", "gated_delta"), ("fp32@4", "gated_delta"), ("fp32/nvfp4@4", "kimi_delta")],
+    ("policy", "family", "drafts"),
+    [
+        ("fp32/nvfp4@4:buffer=bf16", "gated_delta", 6),
+        ("fp32@4", "gated_delta", 6),
+        ("fp32/nvfp4@4", "kimi_delta", 6),
+        ("fp32@6", "gated_delta", 3),  # in the ring that a pool without drafts has
+    ],
 )
-def test_windows_that_wrap_around_the_ring(implementation, policy, family):
+def test_windows_that_wrap_around_the_ring(implementation, policy, family, drafts):
     """As torch reads them; both sum some tens of terms of magnitude 1 in float32."""
-    for name, (expected, found) in probes.moved_windows(policy, family, implementation).items():
+    for name, (expected, found) in probes.moved_windows(policy, family, drafts, implementation).items():
         if name in ("copy_codes", "copy_scales"):
             # Encoded from checkpoints that differ in their last bits.
             assert (expected != found).float().mean() < 0.01, name

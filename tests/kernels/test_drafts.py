@@ -29,20 +29,19 @@ def test_conformance(implementation, name):
     check_drafts(replace(case, foreign=False) if implementation == "reference" else case, implementation)
 
 
-@pytest.mark.parametrize("last", [float("inf"), float("nan")])
+@pytest.mark.parametrize("family", drafts.FAMILIES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
-def test_a_draft_that_is_not_finite_reaches_no_earlier_one(implementation, last):
+def test_a_draft_that_is_not_finite_reaches_no_earlier_one(implementation, family):
     """Behind the diagonal is a selection: a product with a coefficient of zero would spread NaN."""
+    given = family, (1.0, float("inf"), float("nan")), implementation
     if implementation == "interpreter":
-        fine, broken = (
-            in_triton_process(outputs_beside_a_draft, value, implementation, interpret=True)
-            for value in (1.0, last)
-        )
+        fine, *broken = in_triton_process(outputs_beside_a_draft, *given, interpret=True)
     else:
-        fine, broken = (outputs_beside_a_draft(value, implementation) for value in (1.0, last))
-    numpy.testing.assert_array_equal(broken[:, :2], fine[:, :2])
+        fine, *broken = outputs_beside_a_draft(*given)
     assert numpy.isfinite(fine).all()
-    assert not numpy.isfinite(broken[:, 2]).any()
+    for outputs in broken:
+        numpy.testing.assert_array_equal(outputs[:, :2], fine[:, :2])
+        assert not numpy.isfinite(outputs[:, 2]).any()
 
 
 @pytest.fixture
@@ -123,7 +122,8 @@ def test_plans_are_not_mixed_up(layer):
 UNSERVED = {
     "nvfp4@4": ("mamba2", SMALL, "what a pool has no layout for"),
     "fp32@1": ("mamba2", SMALL, "drafts behind a window of 1"),
-    "fp32@4": ("gated_delta", SMALL, "drafts of the family gated_delta"),
+    "bf16@1": ("gated_delta", SMALL, "drafts behind a window of 1"),
+    "fp32/mxfp4@4": ("kimi_delta", SMALL, "a read copy of mxfp4"),
 }
 
 
@@ -131,7 +131,8 @@ UNSERVED = {
 def test_a_policy_under_which_no_kernel_verifies_says_why(policy):
     family, shape, reason = UNSERVED[policy]
     assert reason in drafts.served(policy, family, shape)
-    assert drafts.served("fp32@4", "mamba2", SMALL) is None
+    for family in drafts.FAMILIES:
+        assert drafts.served("fp32@4", family, SMALL) is None
 
 
 def test_single_steps_are_not_served_where_there_is_room_for_drafts(layer):
