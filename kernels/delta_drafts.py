@@ -32,6 +32,7 @@ from quantlab.kernels.decode import widened
 from quantlab.kernels.delta_read import copy_operand, flat_rows
 from quantlab.kernels.delta_tiles import dense_tile, tile_rows, tile_vector
 from quantlab.kernels.delta_window import (
+    channel_columns,
     channel_sums,
     column_of_key,
     entries,
@@ -169,19 +170,19 @@ def channel_draft_window_kernel(
     slot = tl.load(slots + b).to(tl.int64)
     # Records and drafts in registers, four channels a lane, as in ``channel_coefficients``.
     j, g, s = newest_first(J), h // (H // G), tl.arange(0, TP)
-    record, draft = j[:, None, None], s[:, None, None]
-    column = 4 * tl.arange(0, KP // 4)[None, :, None] + tl.arange(0, 4)[None, None, :]
+    record, draft = j[None, :, None], s[None, :, None]
+    column = channel_columns(KP)
     gates = (slot * H + h) * RING
     later_at = (gates + ring_place(origin, slot, record + 1, RING)) * K + column
     later = tl.load(log_decay_buffer + later_at, mask=(record + 1 < n) & (column < K), other=0)
     keys_at = ((slot * G + g) * RING + ring_place(origin, slot, record, RING)) * K + column
     keys = widened(tl.load(k_buffer + keys_at, mask=(record < n) & (column < K), other=0))
     oldest = log_decay_buffer + (gates + ring_place(origin, slot, 0, RING)) * K + column
-    window = tl.sum(later, 0)[None, :, :] + tl.load(oldest, mask=(column < K) & (n > 0), other=0)
-    keys *= tl.exp(tl.cumsum(later, 0))
+    window = tl.sum(later, 1)[:, None, :] + tl.load(oldest, mask=(column < K) & (n > 0), other=0)
+    keys *= tl.exp(tl.cumsum(later, 1))
     drafts_at = k + ((b * T + draft) * G + g) * K + column
     drafts = widened(tl.load(drafts_at, mask=(draft < T) & (column < K), other=0))
-    since_window, gap = tl.zeros((1, KP // 4, 4), tl.float32), tl.zeros((TP, KP // 4, 4), tl.float32)
+    since_window, gap = tl.zeros((KP // 4, 1, 4), tl.float32), tl.zeros((KP // 4, TP, 4), tl.float32)
     for t in tl.static_range(T):
         vector_at, token = ((b * T + t) * G + g) * K, (b * T + t) * H + h
         key, query = entries(k + vector_at, column, K), entries(q + vector_at, column, K)

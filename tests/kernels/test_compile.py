@@ -40,7 +40,6 @@ DIVIDING = {
     "step_fp8_sr_nvfp4_load",
     "step_gdn_product_fold",
     "step_kda_product_fold",
-    "step_gdn_drafts_product_fold",
     "step_fp8_sr_nvfp4_encode",
     "encode_int16_head_sr",
     "encode_int4_packed",
