@@ -32,24 +32,30 @@ DELTA = (
     *("fp32@1", "fp32@16", "fp32/nvfp4@16", "fp32/nvfp4@16:contents=derived"),
     *("fp16+sr/nvfp4@16", "fp8+sr/nvfp4@16"),
 )
+DRAFTS, VERIFIED = 4, ("fp32@16", "fp32/nvfp4@16", "fp16+sr/nvfp4@16")
 OTHER_SHAPES = ("fp32@1", "fp32@16", "fp32/nvfp4@16", "fp16+sr/nvfp4@16")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Cases that one device call can hold: a family, its shapes, policies (buffer=bf16 is added) and batches."""
+    """Cases that one device call can hold: a family, its shapes, policies (buffer=bf16 is added) and batches; with
+    drafts verifications of so many tokens in place of steps.
+    """
 
     family: str
     shapes: tuple[str, ...]
     policies: tuple[str, ...]
     batches: tuple[int, ...]
+    drafts: tuple[int, ...] = ()
 
     def cases(self, peers: dict[str, list[str]]) -> list[Case]:
         policies = [with_bf16(text) for text in self.policies]
         return [
             case
             for shape in self.shapes
-            for case in expand(self.family, parse_shape(shape), policies, list(self.batches), peers)
+            for case in expand(
+                self.family, parse_shape(shape), policies, list(self.batches), peers, self.drafts
+            )
         ]
 
 
@@ -64,6 +70,14 @@ PARTS = {
         (MAIN_BATCH,),
     ),
     "gated_delta_shapes": Part("gated_delta", ("64,128,128,16", "30,192,96,30"), OTHER_SHAPES, (MAIN_BATCH,)),
+    **{
+        f"{family}_drafts": Part(family, (shape,), VERIFIED, (MAIN_BATCH,), (DRAFTS,))
+        for family, shape in (
+            ("mamba2", "64,64,128,8"),
+            ("gated_delta", "32,128,128,16"),
+            ("kimi_delta", "32,128,128,32"),
+        )
+    },
 }
 
 
@@ -96,6 +110,8 @@ READ_SHARE = 0.70
 """Of the copy bandwidth, that a read kernel is to reach on its own bytes at batch 256."""
 SHAPE_SHARE = 0.85
 """Of the first shape's share of the copy bandwidth, that another shape is to reach."""
+DRAFT_LEAST = 1.8
+"""How many times faster than as many steps that each store an FP32 state a verification is to be."""
 
 
 def with_bf16(text: str) -> str:
@@ -106,7 +122,6 @@ def with_bf16(text: str) -> str:
 
 def main() -> None:
     options = _options()
-    folder = options.output / "records"
     if options.list:
         for name in options.only:
             part = PARTS[name]
@@ -115,8 +130,12 @@ def main() -> None:
             for case in cases:
                 print(f"  {case.label}")
         return
-    left = 0 if options.report else _measure(options, folder)
-    rows = _report(options.output)
+    rows, left, begun = [], 0, time.monotonic()
+    for output, names in folders(options.output, options.only).items():
+        if names and not options.report:
+            left += _measure(options, names, output / "records", begun)
+        if (output / "records").is_dir():
+            rows += _report(output)
     for line in held(rows):
         print(line)
     if left:
@@ -128,7 +147,15 @@ def main() -> None:
     sys.exit(1 if any(row["implementation"] == OURS for row in wrong) else 0)
 
 
-def _measure(options: argparse.Namespace, folder: Path) -> int:
+def folders(output: Path, names: Sequence[str]) -> dict[Path, list[str]]:
+    """Where the records of which parts are kept: those of drafts apart, as a case that stands in two groups, fp32@1, has
+    one record, of the last run.
+    """
+    drafted = [name for name in names if PARTS[name].drafts]
+    return {output: [name for name in names if name not in drafted], output / "drafts": drafted}
+
+
+def _measure(options: argparse.Namespace, names: Sequence[str], folder: Path, begun: float) -> int:
     """Time what has no record yet; returns how many cases were not reached."""
     import torch
 
@@ -142,13 +169,15 @@ def _measure(options: argparse.Namespace, folder: Path) -> int:
     check_output_folder(folder)
     peers, notes = load_peers(parse_peers(options.peer))
     print(*notes, sep="\n", file=sys.stderr)
-    parts = [PARTS[name] for name in options.only]
+    parts = [PARTS[name] for name in names]
     cases = [
         case
         for part in parts
-        for case in part.cases({name: peer.policies(part.family) for name, peer in peers.items()})
+        for case in part.cases(
+            {} if part.drafts else {name: peer.policies(part.family) for name, peer in peers.items()}
+        )
     ]
-    timer, begun = GraphTimer(options.measure_seconds), time.monotonic()
+    timer = GraphTimer(options.measure_seconds)
 
     def show(record: dict[str, Any], timed: bool) -> None:
         point, us = record["point"], record["metrics"].get("us")
@@ -207,7 +236,10 @@ def held(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
                 text = f"{name} {row['policy']} against the fastest peer, batch {batch}"
                 yield _line(text, row["against_peer"], SMALL_LEAST, "x")
     for row in rows:
-        if row["us"] and row["implementation"] == OURS and row["batch"] == MAIN_BATCH:
+        if row["drafts"] and row["us"]:
+            text = f"{row['family']} {row['policy']}: {row['drafts']} drafts against as many steps of fp32@1"
+            yield _line(text, row["against_baseline"], DRAFT_LEAST, "x")
+        elif row["us"] and row["implementation"] == OURS and row["batch"] == MAIN_BATCH:
             where = f"{row['family']} {_shape(row)} {row['policy']}"
             if "read" in row["launches"]:
                 yield _line(
@@ -229,6 +261,7 @@ def _timed(
         row
         for row in rows
         if row["us"]
+        and not row["drafts"]
         and (row["family"], row["implementation"], row["batch"]) == (family, implementation, batch)
         and _shape(row) == PARTS[family].shapes[0]
         and policy in (None, row["policy"])
