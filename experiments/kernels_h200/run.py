@@ -130,11 +130,11 @@ def main() -> None:
             for case in cases:
                 print(f"  {case.label}")
         return
-    rows, left, begun = [], 0, time.monotonic()
+    rows, left = [], 0
     for output, names in folders(options.output, options.only).items():
         if names and not options.report:
-            left += _measure(options, names, output / "records", begun)
-        if (output / "records").is_dir():
+            left += _measure(options, names, output / "records")
+        if any((output / "records").glob("*.json")):
             rows += _report(output)
     for line in held(rows):
         print(line)
@@ -148,14 +148,14 @@ def main() -> None:
 
 
 def folders(output: Path, names: Sequence[str]) -> dict[Path, list[str]]:
-    """Where the records of which parts are kept: those of drafts apart, as a case that stands in two groups, fp32@1, has
-    one record, of the last run.
+    """Where the records of which parts are kept: those of drafts apart, as fp32@1 stands in both groups and has one
+    record, of the last run.
     """
     drafted = [name for name in names if PARTS[name].drafts]
     return {output: [name for name in names if name not in drafted], output / "drafts": drafted}
 
 
-def _measure(options: argparse.Namespace, names: Sequence[str], folder: Path, begun: float) -> int:
+def _measure(options: argparse.Namespace, names: Sequence[str], folder: Path) -> int:
     """Time what has no record yet; returns how many cases were not reached."""
     import torch
 
@@ -177,7 +177,7 @@ def _measure(options: argparse.Namespace, names: Sequence[str], folder: Path, be
             {} if part.drafts else {name: peer.policies(part.family) for name, peer in peers.items()}
         )
     ]
-    timer = GraphTimer(options.measure_seconds)
+    timer, begun = GraphTimer(options.measure_seconds), time.monotonic()
 
     def show(record: dict[str, Any], timed: bool) -> None:
         point, us = record["point"], record["metrics"].get("us")
