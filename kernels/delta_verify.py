@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from quantlab.kernels import delta, read_copies
-from quantlab.kernels.delta import Launch, Tuning
+from quantlab.kernels import delta_choices as choices
+from quantlab.kernels.delta import Launch
+from quantlab.kernels.delta_choices import Tuning
 from quantlab.kernels.delta_drafts import (
     channel_draft_window_kernel,
     draft_read_kernel,
@@ -49,15 +51,15 @@ def commit(pool: LayerPool, plan: CommitPlan, tuning: Tuning | None = None) -> N
     tuning = tuning or Tuning()
     scratch = delta.scratch_of(pool, None, plan, tuning)
     delta.fold_launch(pool, None, plan, None, scratch, tuning).run()
-    if delta.by_product(pool, None, tuning):
-        delta._product_and_copy(pool, None, plan, None, scratch, tuning)
+    if choices.by_product(pool, None, tuning):
+        delta.product_and_copy(pool, None, plan, None, scratch, tuning)
     elif scratch.largest is not None:
         read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots, scratch.largest)
 
 
 def scratch_of(pool: LayerPool, batch: int, count: int) -> dict[str, Tensor | None]:
     """What the window launch leaves for the read, uninitialised; see ``delta_drafts``."""
-    shape, by_key = pool.shape, delta._by_key(pool)
+    shape, by_key = pool.shape, choices.by_key(pool)
 
     def memory(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((batch, *sizes), dtype=dtype, device=pool.device)
@@ -65,9 +67,9 @@ def scratch_of(pool: LayerPool, batch: int, count: int) -> dict[str, Tensor | No
     heads, padded, copy = shape.heads, _padded(count), pool.policy.read_copy is not None
     units = heads if by_key else shape.key_heads
     halves = memory(units, 4 * padded, shape.key_dim, dtype=torch.float16) if copy else None
-    dense = by_key and not delta._key_copy(pool)
+    dense = by_key and not choices.key_copy(pool)
     return {
-        "coefficients": memory(heads, count, 2, delta._held(pool)),
+        "coefficients": memory(heads, count, 2, choices.held(pool)),
         "pairs": memory(heads, count, 2, padded),
         "halves": halves,
         "decays": memory(heads, count, 2),
@@ -79,32 +81,32 @@ def window_launch(
     pool: LayerPool, tokens: StepInputs, plan: StepPlan, scratch: dict[str, Tensor | None]
 ) -> Launch:
     """Coefficients of windows and drafts; keys and gates behind the window."""
-    shape, by_key = pool.shape, delta._by_key(pool)
-    given = delta._token(tokens)
+    shape, by_key = pool.shape, choices.by_key(pool)
+    given = delta.token(tokens)
     arguments = {
         "positions": plan.positions,
         "slots": plan.slots,
-        "origin": delta._origin(pool),
+        "origin": delta.origin(pool),
         "k_buffer": pool.k_buffer,
         "log_decay_buffer": pool.log_decay_buffer,
         "beta_buffer": pool.beta_buffer,
         **{name: given[name] for name in ("q", "k", "log_decay", "beta")},
         **scratch,
     }
-    sizes = delta._sizes(pool, Tuning())
+    sizes = delta.sizes(pool, Tuning())
     constants = {
         **{name: sizes[name] for name in ("H", "G", "K", "KP")},
         **_window_sizes(pool, tokens.v.shape[1]),
-        "SIZE": delta._power_below(shape.key_dim),
-        "KEY_COPY": delta._key_copy(pool),
+        "SIZE": choices.power_below(shape.key_dim),
+        "KEY_COPY": choices.key_copy(pool),
     }
     batch, kernel = plan.slots.shape[0], channel_draft_window_kernel
     if not by_key:
         kernel = head_draft_window_kernel
         del arguments["vectors"]
-        constants["HEADS"] = delta._power_from(shape.heads // shape.key_heads)
+        constants["HEADS"] = choices.power_from(shape.heads // shape.key_heads)
     units = shape.heads if by_key else shape.key_heads
-    return Launch(kernel, batch * units, arguments, constants, delta._options(1, None))
+    return Launch(kernel, batch * units, arguments, constants, choices.options(1, None))
 
 
 def read_launch(
@@ -117,42 +119,44 @@ def read_launch(
 ) -> Launch:
     """Outputs of all drafts, and their d behind the window."""
     shape, copy, count = pool.shape, pool.policy.read_copy is not None, output.shape[1]
-    if delta._key_copy(pool):
+    if choices.key_copy(pool):
         # More rows would not leave registers for the columns of all drafts.
         best = 32 if shape.key_dim <= 128 and count <= 8 else 16
     else:
         best = 16 if copy else 64 // pool.checkpoint.element_size()
-    rows = tuning.read_rows or delta._dividing(shape.value_dim, best)
-    given = delta._token(tokens)
+    rows = tuning.read_rows or choices.dividing(shape.value_dim, best)
+    given = delta.token(tokens)
     arguments = {
-        **delta._copied(pool),
-        **delta._stored(pool),
+        **delta.copied(pool),
+        **delta.stored(pool),
         "d_buffer": pool.d_buffer,
         "v_buffer": pool.v_buffer,
         "positions": plan.positions,
         "slots": plan.slots,
-        "origin": delta._origin(pool),
+        "origin": delta.origin(pool),
         **{name: given[name] for name in ("q", "k", "v", "beta")},
         **scratch,
         "output": output,
     }
     constants = {
-        **delta._sizes(pool, tuning),
+        **delta.sizes(pool, tuning),
         **_window_sizes(pool, count),
         "R": rows,
-        "SIZE": delta._power_below(shape.key_dim),
+        "SIZE": choices.power_below(shape.key_dim),
         "COPY": copy,
-        "BY_KEY": delta._by_key(pool),
-        "KEY_COPY": delta._key_copy(pool),
+        "BY_KEY": choices.by_key(pool),
+        "KEY_COPY": choices.key_copy(pool),
     }
     programs = output.shape[0] * shape.heads * (shape.value_dim // rows)
-    return Launch(draft_read_kernel, programs, arguments, constants, delta._options(1, tuning.read_registers))
+    return Launch(
+        draft_read_kernel, programs, arguments, constants, choices.options(1, tuning.read_registers)
+    )
 
 
 def _window_sizes(pool: LayerPool, count: int) -> dict[str, int]:
-    return {"J": delta._held(pool), "RING": pool.records, "T": count, "TP": _padded(count)}
+    return {"J": choices.held(pool), "RING": pool.records, "T": count, "TP": _padded(count)}
 
 
 def _padded(count: int) -> int:
     """Drafts that a product has columns for: they come in fours."""
-    return max(4, delta._power_from(count))
+    return max(4, choices.power_from(count))
