@@ -113,9 +113,10 @@ def viewed_read(
             k_buffer, log_decay_buffer, origin, slot, b, h, L - 1, q, k, log_decay, H, G, K, KP, L, J, RING
         )
         total = tile_vector(log_decay + (b * H + h) * K, K, KP, LANES, INNER)
-        for i in range(L - 1):
-            gate = head * RING + ring_place(origin, slot, i, RING)
-            total += tile_vector(log_decay_buffer + gate * K, K, KP, LANES, INNER)
+        if L > 1:
+            for i in range(L - 1):
+                gate = head * RING + ring_place(origin, slot, i, RING)
+                total += tile_vector(log_decay_buffer + gate * K, K, KP, LANES, INNER)
         key *= tl.exp(total)
         query *= tl.exp(total)
     else:
@@ -187,21 +188,22 @@ def fold_tile(
     if BY_KEY and L > 1:
         # Lanes of several rows share a channel, and they had better not form its decay again.
         channel_decays(log_decay_buffer, origin, slot, h, factors, H, K, KP, L, J, RING)
-    for j in range(L - 1):
-        place = ring_place(origin, slot, j, RING)
-        record_key = tile_vector(k_buffer + ((slot * G + g) * RING + place) * K, K, KP, LANES, INNER)
-        gate = head * RING + place
-        if BY_KEY:
-            state *= tile_vector(factors + j * K, K, KP, LANES, INNER)
-        else:
-            state *= tl.exp(tl.load(log_decay_buffer + gate))
-        record = gate * V + tile * R + r
-        if RAW:
-            record_value = widened(tl.load(v_buffer + record))
-            d = tl.load(beta_buffer + gate) * (record_value - row_sums(state * record_key))
-        else:
-            d = widened(tl.load(d_buffer + record))
-        state += over_rows(d) * record_key
+    if L > 1:  # Triton 3.6 compiles the body of an empty loop, too
+        for j in range(L - 1):
+            place = ring_place(origin, slot, j, RING)
+            record_key = tile_vector(k_buffer + ((slot * G + g) * RING + place) * K, K, KP, LANES, INNER)
+            gate = head * RING + place
+            if BY_KEY:
+                state *= tile_vector(factors + j * K, K, KP, LANES, INNER)
+            else:
+                state *= tl.exp(tl.load(log_decay_buffer + gate))
+            record = gate * V + tile * R + r
+            if RAW:
+                record_value = widened(tl.load(v_buffer + record))
+                d = tl.load(beta_buffer + gate) * (record_value - row_sums(state * record_key))
+            else:
+                d = widened(tl.load(d_buffer + record))
+            state += over_rows(d) * record_key
     if q is not None:
         state *= step_decay(log_decay, b * H + h, K, KP, LANES, INNER, BY_KEY)
         if KEY_COPY and not RAW:
@@ -266,7 +268,7 @@ def window_fold_kernel(
                     random_stream,
                     H, G, V, K, KP, L, J, RING, R, LANES, INNER, STORE, BY_KEY, KEY_COPY, OUTPUT_COPY, ROUNDS,
                 )  # fmt: skip
-    elif q is None:
+    elif q is None or L == 1:  # no window to read
         pass
     elif BY_KEY:
         channel_window(
