@@ -369,7 +369,7 @@ def stochastic_codes(x, words, ELEMENT: tl.constexpr):
 def shifted_with_carry(significand, places, words):
     """significand >> places, one more if the first 32 bits of what is dropped plus the word carry.
 
-    int32 significand of 24 bits and places from 1 to 126, uint32 words.
+    int32 significand of 24 bits and places from 1 on, uint32 words.
     """
     deep = tl.maximum(places - 32, 0)  # bits that even the fraction drops
     if not INTERPRETED:
