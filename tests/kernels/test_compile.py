@@ -11,21 +11,15 @@ from quantlab.testing import in_triton_process
 NAMES = [specialisation.name for specialisation in specialisations()]
 
 FAST = {
-    ("step_fp16_sr_step", 100),
     ("step_fp32_nvfp4_read_copy", 90),
     ("step_fp32_nvfp4_flush_head", 80),
     ("step_fp8_sr_nvfp4_encode", 90),
     ("step_plan", 90),
     ("encode_nvfp4_packed", 80),
-    ("dual_read_mamba2_value_dim_80", 80),
     ("dual_read_mamba2_value_dim_80", 90),
-    ("dual_read_mamba2_value_dim_80", 100),
     ("step_gdn_drafts_head_draft_window", 90),
-    ("step_gdn_drafts_draft_read", 90),
-    ("step_kda_drafts_draft_read", 90),
     ("dual_read_odd_sizes", 90),
     ("encode_fp8_reciprocal", 90),
-    ("encode_mxfp4_packed", 90),
     ("decode_nvfp4", 90),
     ("random_words", 90),
 }

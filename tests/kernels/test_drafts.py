@@ -29,7 +29,10 @@ def test_conformance(implementation, name):
     check_drafts(replace(case, foreign=False) if implementation == "reference" else case, implementation)
 
 
-@pytest.mark.parametrize("family", drafts.FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    ["mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gated_delta", "kimi_delta"))],
+)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
 def test_a_draft_that_is_not_finite_reaches_no_earlier_one(implementation, family):
     """Behind the diagonal is a selection: a product with a coefficient of zero would spread NaN."""
