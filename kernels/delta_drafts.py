@@ -34,13 +34,13 @@ from quantlab.kernels.delta_tiles import dense_tile, tile_rows, tile_vector
 from quantlab.kernels.delta_window import (
     channel_columns,
     channel_sums,
-    column_of_key,
     entries,
     newest_first,
     ring_place,
+    store_half,
     window_keys,
 )
-from quantlab.kernels.packed import HALF_UNIT, LOW_QUERY, half_query, product, three_parts
+from quantlab.kernels.packed import HALF_UNIT, LOW_QUERY, product, three_parts
 
 # Columns of a product: the parts of a sum are neighbours, its kinds eight apart, four tokens in between.  A lane of a
 # tensor core's result then holds both parts of both kinds, and no sum of them leaves it.
@@ -72,22 +72,6 @@ def token_sums(total, R: tl.constexpr, TP: tl.constexpr):
     along_key = tl.sum(tl.where(kind == 0, sums, 0.0), 2)
     along_query = tl.sum(tl.where(kind == 1, sums, 0.0), 2)
     return tl.reshape(along_key, (R, TP)), tl.reshape(along_query, (R, TP))
-
-
-@triton.jit
-def store_half(at, vector, column, K: tl.constexpr, SIZE: tl.constexpr):
-    """A vector's two float16 parts, K apart, in the order of ``half_operand``'s columns; returns their unit.
-
-    These come as SIZE of them, the largest power of two in K, and the rest.
-    """
-    REST: tl.constexpr = K - SIZE
-    place = at + column_of_key(column, SIZE)
-    if REST > 0:
-        place = tl.where(column < SIZE, place, at + SIZE + column_of_key(column - SIZE, REST))
-    high, low, unit = half_query(vector)
-    tl.store(place, high, mask=column < K)
-    tl.store(place + K, low, mask=column < K)
-    return unit
 
 
 @triton.jit

@@ -37,38 +37,11 @@ from quantlab.kernels.delta_pieces import (
 )
 from quantlab.kernels.delta_systems import keys_of_window
 from quantlab.kernels.delta_window import ring_place
-from quantlab.kernels.packed import product, three_parts
+from quantlab.kernels.packed import exact_product, three_parts, wide_product
 from quantlab.kernels.scales import float_scale
 
 ROOT: tl.constexpr = tl.constexpr(2.0**63)
 """``decode.e2m1`` is off by 2^126."""
-
-
-@triton.jit
-def each(left, right, total):
-    """total + left (warps, 16, n) @ right (n, m), the same for every warp; total None for nothing."""
-    right = tl.broadcast_to(right[None, :, :], (left.shape[0], right.shape[0], right.shape[1]))
-    return product(left, right, total)
-
-
-@triton.jit
-def exact_product(high, middle, low, right, total):
-    """total + the three parts of a float32 factor @ bfloat16 right."""
-    total = each(low, right, total)
-    total = each(middle, right, total)
-    return each(high, right, total)
-
-
-@triton.jit
-def wide_product(high, middle, low, right, total):
-    """total + the three parts of a float32 factor @ float32 right, but for terms of 2^-24 of what they sum."""
-    right_high, right_middle, right_low = three_parts(right)
-    total = each(low, right_high, total)
-    total = each(middle, right_middle, total)
-    total = each(high, right_low, total)
-    total = each(middle, right_high, total)
-    total = each(high, right_middle, total)
-    return each(high, right_high, total)
 
 
 @triton.jit

@@ -26,20 +26,7 @@ import triton.language as tl
 
 from quantlab.kernels.decode import widened
 from quantlab.kernels.delta_window import entries, ring_place
-from quantlab.kernels.packed import product, three_parts
-
-
-@triton.jit
-def wide_product(left, right):
-    """float32 left @ float32 right, but for terms of 2^-24 of what they sum."""
-    high, middle, low = three_parts(left)
-    right_high, right_middle, right_low = three_parts(right)
-    total = product(low, right_high, None)
-    total = product(middle, right_middle, total)
-    total = product(high, right_low, total)
-    total = product(middle, right_high, total)
-    total = product(high, right_middle, total)
-    return product(high, right_high, total)
+from quantlab.kernels.packed import product, three_parts, wide_product
 
 
 @triton.jit
@@ -52,7 +39,10 @@ def inverse(strict, J: tl.constexpr, LEVELS: tl.constexpr):
         below = (i // (2 * half) == j // (2 * half)) & (i % (2 * half) >= half) & (j % (2 * half) < half)
         block = tl.where(below, strict, 0.0)
         if half > 1:
-            block = wide_product(result, wide_product(block, result))
+            high, middle, low = three_parts(block)
+            block = wide_product(high, middle, low, result, None)
+            high, middle, low = three_parts(result)
+            block = wide_product(high, middle, low, block, None)
         result -= block
     return result
 

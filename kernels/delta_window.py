@@ -299,22 +299,26 @@ def store_parts(at, from_key, from_query, inside, J: tl.constexpr):
 
 
 @triton.jit
-def store_halves(at, key, query, column, K: tl.constexpr, SIZE: tl.constexpr):
-    """Key and query as float16 parts in the order of ``half_operand``'s columns; returns their units.
+def store_half(at, vector, column, K: tl.constexpr, SIZE: tl.constexpr):
+    """A vector's two float16 parts, K apart, in the order of ``half_operand``'s columns; returns their unit.
 
-    The operand's columns come as SIZE of them, the largest power of two in K, and the rest.
+    These come as SIZE of them, the largest power of two in K, and the rest.
     """
     REST: tl.constexpr = K - SIZE
     place = at + column_of_key(column, SIZE)
     if REST > 0:
         place = tl.where(column < SIZE, place, at + SIZE + column_of_key(column - SIZE, REST))
-    high, low, key_unit = half_query(key)
+    high, low, unit = half_query(vector)
     tl.store(place, high, mask=column < K)
     tl.store(place + K, low, mask=column < K)
-    high, low, query_unit = half_query(query)
-    tl.store(place + 2 * K, high, mask=column < K)
-    tl.store(place + 3 * K, low, mask=column < K)
-    return key_unit, query_unit
+    return unit
+
+
+@triton.jit
+def store_halves(at, key, query, column, K: tl.constexpr, SIZE: tl.constexpr):
+    """``store_half`` of key and query, 2 K apart; returns their units."""
+    key_unit = store_half(at, key, column, K, SIZE)
+    return key_unit, store_half(at + 2 * K, query, column, K, SIZE)
 
 
 @triton.jit

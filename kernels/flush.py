@@ -15,7 +15,7 @@ from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.checkpoints import decoded_tile, store_tile
 from quantlab.kernels.copies import encode_rows
 from quantlab.kernels.decode import widened
-from quantlab.kernels.packed import product, three_parts
+from quantlab.kernels.packed import exact_product, three_parts
 from quantlab.kernels.scales import float_scale
 
 
@@ -82,9 +82,7 @@ def fold_rows(
             query = widened(tl.load(q + (b * G + g) * N + column))
         keys = tl.load(keys_at + (place[:, None] * N + column[None, :]), mask=(j < HELD)[:, None], other=0)
         if k_buffer.dtype.element_ty == tl.bfloat16:
-            window = product(low, keys, None)
-            window = product(middle, keys, window)
-            window = product(high, keys, window)
+            window = exact_product(high, middle, low, keys, None)
         else:
             window = tl.dot(weighted, widened(keys), input_precision="ieee")
         folded = decoded_tile(codes, row_scales, STORE) * whole + window

@@ -170,6 +170,34 @@ def product(left, right, total):
 
 
 @triton.jit
+def each(left, right, total):
+    """``product``; of left (n, rows, columns) each with the same right (columns, m)."""
+    if len(left.shape) == 3:
+        right = tl.broadcast_to(right[None, :, :], (left.shape[0], right.shape[0], right.shape[1]))
+    return product(left, right, total)
+
+
+@triton.jit
+def exact_product(high, middle, low, right, total):
+    """total + the ``three_parts`` of a float32 factor @ bfloat16 right; total None for nothing."""
+    total = each(low, right, total)
+    total = each(middle, right, total)
+    return each(high, right, total)
+
+
+@triton.jit
+def wide_product(high, middle, low, right, total):
+    """total + the ``three_parts`` of a float32 factor @ float32 right, but for terms of 2^-24 of what they sum."""
+    right_high, right_middle, right_low = three_parts(right)
+    total = each(low, right_high, total)
+    total = each(middle, right_middle, total)
+    total = each(high, right_low, total)
+    total = each(middle, right_high, total)
+    total = each(high, right_middle, total)
+    return each(high, right_high, total)
+
+
+@triton.jit
 def multiply_halves(a, b):
     """Products of the two float16 of each int32; they must be exact."""
     if not INTERPRETED:

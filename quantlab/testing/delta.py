@@ -13,16 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from quantlab.kernels import steps, target
-from quantlab.kernels.delta_product import exact_product, wide_product
 from quantlab.kernels.delta_systems import inverse
 from quantlab.kernels.delta_window import column_of_key
 from quantlab.kernels.packed import (
     byte_operand,
     byte_words,
+    exact_product,
     key_of_byte_column,
     key_of_half_column,
     power_operand,
     three_parts,
+    wide_product,
 )
 from quantlab.recurrences import StepInputs
 from quantlab.schemes import StateShape
