@@ -255,9 +255,7 @@ def draft_read_kernel(
     strength = widened(tl.load(beta + token_at, mask=drafted, other=0))
     whole = (b * H + h) * T
     column_at = (whole + token_of(c)) * 2 + kind_of(c)
-    weights_at = coefficients + column_at[None, :] * J + j[:, None]
-    weights = tl.load(weights_at, mask=(j < n)[:, None] & (token_of(c) < T)[None, :], other=0)
-    upper = (c % 2 == 0)[None, :]
+    total = None
     if COPY:
         halves_at = halves + (b * H + h if BY_KEY else b * G + g) * (4 * TP * K)
         total = draft_product(codes, scales, head * V + tile * R, r, halves_at, K, SIZE, R, T, TP)
@@ -266,19 +264,26 @@ def draft_read_kernel(
             factor = tl.where(kind_of(c) == 0, 0.0, factor)
         factor *= tl.load(global_scale + head) * HALF_UNIT
         total *= tl.where(c % 2 == 0, factor, factor * LOW_QUERY)[None, :]
-    else:
-        total = None
     if d_buffer.dtype.element_ty == tl.bfloat16:
+        weights_at = coefficients + column_at[None, :] * J + j[:, None]
+        weights = tl.load(weights_at, mask=(j < n)[:, None] & (token_of(c) < T)[None, :], other=0)
+        upper = (c % 2 == 0)[None, :]
         top, middle, rest = three_parts(weights)
         total = product(tl.trans(records), tl.where(upper, top, middle), total)
         total = product(tl.trans(records), tl.where(upper, rest, 0.0).to(tl.bfloat16), total)
+        along_key, along_query = token_sums(total, R, TP)
     else:
-        window = tl.dot(tl.trans(widened(records)), tl.where(upper, weights, 0.0), input_precision="ieee")
+        # A column a token: not a tensor core's product, and Triton 3.6 sums over the wrong lanes of ``total`` in
+        # another layout than theirs.
+        weights_at = coefficients + (whole + token)[None, :] * (2 * J) + j[:, None]
+        held = (j < n)[:, None] & drafted[None, :]
+        left = tl.trans(widened(records))
+        along_key = tl.dot(left, tl.load(weights_at, mask=held, other=0), input_precision="ieee")
+        along_query = tl.dot(left, tl.load(weights_at + J, mask=held, other=0), input_precision="ieee")
         if COPY:
-            total += window
-        else:
-            total = window
-    along_key, along_query = token_sums(total, R, TP)
+            copy_key, copy_query = token_sums(total, R, TP)
+            along_key += copy_key
+            along_query += copy_query
     if DENSE:
         first, rows = head * V + tile * R, tile_rows(R, LANES)
         state = dense_tile(checkpoint, checkpoint_scales, first, rows, K, KP, LANES, INNER, STORE)
