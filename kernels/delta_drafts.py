@@ -40,7 +40,7 @@ from quantlab.kernels.delta_window import (
     store_half,
     window_keys,
 )
-from quantlab.kernels.packed import HALF_UNIT, LOW_QUERY, product, three_parts
+from quantlab.kernels.packed import HALF_UNIT, LOW_QUERY, product, three_parts, wide_product
 
 # Columns of a product: the parts of a sum are neighbours, its kinds eight apart, four tokens in between.  A lane of a
 # tensor core's result then holds both parts of both kinds, and no sum of them leaves it.
@@ -163,9 +163,21 @@ def channel_draft_window_kernel(
     keys = widened(tl.load(k_buffer + keys_at, mask=(record < n) & (column < K), other=0))
     oldest = log_decay_buffer + (gates + ring_place(origin, slot, 0, RING)) * K + column
     window = tl.sum(later, 1)[:, None, :] + tl.load(oldest, mask=(column < K) & (n > 0), other=0)
-    keys *= tl.exp(tl.cumsum(later, 1))
-    drafts_at = k + ((b * T + draft) * G + g) * K + column
-    drafts = widened(tl.load(drafts_at, mask=(draft < T) & (column < K), other=0))
+    drafted = (draft < T) & (column < K)
+    drafts_at = ((b * T + draft) * G + g) * K + column
+    drafts = widened(tl.load(k + drafts_at, mask=drafted, other=0))
+    queries = widened(tl.load(q + drafts_at, mask=drafted, other=0))
+    currents_at = ((b * T + draft) * H + h) * K + column
+    currents = widened(tl.load(log_decay + currents_at, mask=drafted, other=0))
+    # What a record contributes along the key and the query of each draft is one product for all of them.
+    decay = tl.exp(tl.cumsum(currents, 1))
+    vectors_of = tl.permute(tl.join(drafts * decay, queries * decay), (1, 3, 0, 2))
+    records = tl.reshape(tl.permute(keys * tl.exp(tl.cumsum(later, 1)), (1, 0, 2)), (J, KP))
+    high, middle, low = three_parts(records)
+    weights = wide_product(high, middle, low, tl.trans(tl.reshape(vectors_of, (2 * TP, KP))), None)
+    c = tl.arange(0, 2 * TP)
+    window_at = coefficients + ((b * H + h) * 2 * T + c)[None, :] * J + j[:, None]
+    tl.store(window_at, tl.where((j < n)[:, None], weights, 0.0), mask=(c < 2 * T)[None, :])
     since_window, gap = tl.zeros((KP // 4, 1, 4), tl.float32), tl.zeros((KP // 4, TP, 4), tl.float32)
     for t in tl.static_range(T):
         vector_at, token = ((b * T + t) * G + g) * K, (b * T + t) * H + h
@@ -173,10 +185,6 @@ def channel_draft_window_kernel(
         current = entries(log_decay + token * K, column, K)
         since_window += current
         gap = tl.where(draft < t, gap + current, 0.0)
-        decay = tl.exp(since_window)
-        window_at = coefficients + ((b * H + h) * T + t) * (2 * J) + j
-        tl.store(window_at, tl.where(j < n, channel_sums(keys * (key * decay)), 0.0))
-        tl.store(window_at + J, tl.where(j < n, channel_sums(keys * (query * decay)), 0.0))
         between = drafts * tl.exp(gap)
         pairs_at = pairs + ((b * H + h) * T + s) * (2 * TP) + t
         tl.store(pairs_at, channel_sums(between * key), mask=s < t)
