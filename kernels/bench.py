@@ -283,7 +283,7 @@ class _Runner:
                 wrong = ", ".join(f"{name} off by {error:.2g}" for name, error in worst.items())
                 return _refused(f"{wrong}, limit {PEER_LIMIT:g}", comparison)
             # A window's records are a fraction of the state; "fla" has its state twice, before and after.
-            held = 2 * _state_bytes(case)
+            held = 2 * max(case.drafts, 1) * _state_bytes(case)
             plan = schedule(case, self.timer.l2_bytes, held, self.timer.free_bytes())
             layers = [call] + [peer.call(case, device, n) for n in range(1, plan.groups * plan.layers)]
 

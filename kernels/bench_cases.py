@@ -1,7 +1,7 @@
 """What is timed: a case, the bytes that it has to move, and how a family's shape is written on the command line."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,14 @@ from quantlab.errors import InputError
 from quantlab.recurrences import get_recurrence
 from quantlab.schemes import checks
 from quantlab.schemes.fits import check_policy_fits
-from quantlab.schemes.ledger import StateShape, ledger, record_bytes, uses_raw, verify_ledger
+from quantlab.schemes.ledger import (
+    StateShape,
+    ledger,
+    native_verify_ledger,
+    record_bytes,
+    uses_raw,
+    verify_ledger,
+)
 from quantlab.schemes.policy import Policy, parse_policy
 
 OURS = "quantlab"
@@ -90,7 +97,10 @@ class Traffic:
 def traffic(case: Case) -> Traffic:
     """The policy's own bytes at the case's batch."""
     of = case.parsed, get_recurrence(case.family), case.shape
-    found = verify_ledger(*of, case.drafts, case.drafts) if case.drafts else ledger(*of)
+    if case.drafts and case.parsed.window == 1:  # of an engine that stores a state for every draft
+        found = native_verify_ledger(case.parsed.checkpoint, case.shape, case.drafts, case.drafts)
+    else:
+        found = verify_ledger(*of, case.drafts, case.drafts) if case.drafts else ledger(*of)
     return Traffic(
         {part: case.batch * size for part, size in found.read.items()},
         {part: case.batch * size for part, size in found.written.items()},
@@ -182,11 +192,13 @@ def expand(
     batches: list[int],
     peers: dict[str, list[str]],
     drafts: Sequence[int] = (),
+    verifying: Mapping[str, list[str]] | None = None,
 ) -> list[Case]:
     """Every case, those that are compared with each other together, ``fp32@1`` first if it is among the policies.
 
     peers: name -> texts of the policies that it implements for the family.  drafts: numbers of tokens; policies with a
-    window then verify so many instead of taking steps, beside ``fp32@1`` in any case.
+    window then verify so many instead of taking steps, beside ``fp32@1`` in any case, and so do peers: verifying says
+    under which policies.
     Raises InputError for a policy that does not fit the family, a batch outside 1 to 1024, and drafts outside 1 to 64.
     """
     checks.whole_shape(shape)
@@ -206,7 +218,7 @@ def expand(
     return [
         case
         for batch in dict.fromkeys(batches)
-        for case in _group(family, shape, parsed, batch, peers, counts)
+        for case in _group(family, shape, parsed, batch, peers, counts, verifying or {})
     ]
 
 
@@ -217,6 +229,7 @@ def _group(
     batch: int,
     peers: dict[str, list[str]],
     drafts: list[int],
+    verifying: Mapping[str, list[str]],
 ) -> Iterator[Case]:
     for text in policies:
         windowed = parse_policy(text).window > 1
@@ -225,3 +238,7 @@ def _group(
     for name, texts in peers.items():
         for text in texts:
             yield Case(family, shape, str(parse_policy(text)), batch, name)
+    for name, texts in verifying.items():
+        for text in texts:
+            for count in drafts:
+                yield Case(family, shape, str(parse_policy(text)), batch, name, count)

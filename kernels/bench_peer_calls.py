@@ -34,7 +34,7 @@ class Call:
     logical: Callable[[int], Tensor]
 
 
-class _Draw:
+class Draw:
     """Random tensors on the device."""
 
     def __init__(self, case: Case, device: torch.device, seed: int):
@@ -100,7 +100,7 @@ class _MambaToken:
         )
 
 
-def _mamba_token(draw: _Draw) -> _MambaToken:
+def mamba_token(draw: Draw) -> _MambaToken:
     shape, batch = draw.case.shape, draw.case.batch
     return _MambaToken(
         x=draw.normal(batch, shape.heads, shape.value_dim),
@@ -113,8 +113,8 @@ def _mamba_token(draw: _Draw) -> _MambaToken:
 
 def selective_state_update(function: Callable[..., Any], case: Case, device: torch.device, seed: int) -> Call:
     """Mamba-2, the state rewritten each token, in place."""
-    draw = _Draw(case, device, seed)
-    states, slots, token = draw.states(extra=1), draw.slots(), _mamba_token(draw)
+    draw = Draw(case, device, seed)
+    states, slots, token = draw.states(extra=1), draw.slots(), mamba_token(draw)
     found = {"out": torch.empty_like(token.x)}
     arguments = supported(
         function, state=states, state_batch_indices=slots, out=found["out"], **token.arguments(case)
@@ -131,8 +131,8 @@ def selective_state_update(function: Callable[..., Any], case: Case, device: tor
 
 def replayed_state_update(function: Callable[..., Any], case: Case, device: torch.device, seed: int) -> Call:
     """Mamba-2 with a buffer of inputs (x, dt, B); the state is rewritten once a window."""
-    draw, shape, window = _Draw(case, device, seed), case.shape, case.parsed.window
-    states, slots, token = draw.states(extra=1), draw.slots(), _mamba_token(draw)
+    draw, shape, window = Draw(case, device, seed), case.shape, case.parsed.window
+    states, slots, token = draw.states(extra=1), draw.slots(), mamba_token(draw)
     held = case.batch + 1
     x_cache = draw.normal(held, shape.heads, window, shape.value_dim)
     dt_cache = draw.uniform(0.01, 0.1, held, shape.heads, window)
@@ -205,7 +205,7 @@ class _DeltaToken:
         )
 
 
-def _delta_token(draw: _Draw) -> _DeltaToken:
+def _delta_token(draw: Draw) -> _DeltaToken:
     shape, batch = draw.case.shape, draw.case.batch
     width = 2 * shape.key_heads * shape.key_dim + shape.heads * shape.value_dim
     return _DeltaToken(
@@ -219,7 +219,7 @@ def _delta_token(draw: _Draw) -> _DeltaToken:
 
 def packed_gated_delta(function: Callable[..., Any], case: Case, device: torch.device, seed: int) -> Call:
     """GDN, the state rewritten each token, in place."""
-    draw, shape = _Draw(case, device, seed), case.shape
+    draw, shape = Draw(case, device, seed), case.shape
     states, slots, token = draw.states(extra=1), draw.slots(), _delta_token(draw)
     out = torch.empty(case.batch, 1, shape.heads, shape.value_dim, dtype=torch.bfloat16, device=device)
     arguments = supported(
@@ -236,7 +236,7 @@ def packed_gated_delta(function: Callable[..., Any], case: Case, device: torch.d
 
 def replayed_gated_delta(function: Callable[..., Any], case: Case, device: torch.device, seed: int) -> Call:
     """GDN with a buffer of (d, k, g); the state is rewritten once a window."""
-    draw, shape, window = _Draw(case, device, seed), case.shape, case.parsed.window
+    draw, shape, window = Draw(case, device, seed), case.shape, case.parsed.window
     states, slots, token = draw.states(extra=1), draw.slots(), _delta_token(draw)
     held = case.batch + 1
     d_cache = draw.normal(held, shape.heads, window, shape.value_dim)
@@ -277,7 +277,7 @@ def replayed_gated_delta(function: Callable[..., Any], case: Case, device: torch
 
 def fused_recurrent(function: Callable[..., Any], case: Case, device: torch.device, seed: int) -> Call:
     """GDN and KDA, one token of a sequence; the state comes back in new memory (B, H, K, V)."""
-    draw, shape, batch = _Draw(case, device, seed), case.shape, case.batch
+    draw, shape, batch = Draw(case, device, seed), case.shape, case.batch
     states = draw.states().transpose(-1, -2).contiguous()
     k = F.normalize(draw.normal(batch, shape.key_heads, shape.key_dim, dtype=torch.float32), dim=-1)
     q = draw.normal(batch, shape.key_heads, shape.key_dim, dtype=torch.float32) * shape.key_dim**-0.5
@@ -315,7 +315,15 @@ def fused_recurrent(function: Callable[..., Any], case: Case, device: torch.devi
 
 def relative_errors(call: Call, case: Case, phase: int) -> dict[str, float]:
     """One run at ``phase``: norm of the error of output and of stored state over that of the float64 result."""
-    state, output = get_recurrence(case.family).step(call.logical(phase), call.token)
+    recurrence, state = get_recurrence(case.family), call.logical(phase)
+    if case.drafts:
+        outputs = []
+        for draft in range(case.drafts):
+            state, output = recurrence.step(state, call.token.map(lambda t, draft=draft: t[:, draft]))
+            outputs.append(output)
+        output = torch.stack(outputs, 1)
+    else:
+        state, output = recurrence.step(state, call.token)
     call.run(phase)
     got = {"output": (output, call.output()), "state": (state, call.logical(phase + 1))}
     return {name: float((b.double() - a).norm() / a.norm()) for name, (a, b) in got.items()}

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from quantlab.errors import InputError, unknown_name
+from quantlab.kernels import bench_draft_peers as draft_calls
 from quantlab.kernels import bench_peer_calls as calls
 from quantlab.kernels.bench_cases import Case
 from quantlab.schemes.policy import parse_policy
@@ -30,13 +31,24 @@ from quantlab.schemes.policy import parse_policy
 
 @dataclass(frozen=True)
 class PeerKernel:
-    """A function of a peer: which policies of which family its state amounts to, and how a layer's step calls it."""
+    """A function of a peer: which policies of which family its state amounts to, and how a layer's step calls it.
+
+    verifies: it takes drafts, and stores a state for each.
+    """
 
     family: str
     policies: tuple[str, ...]
     module: str
     attribute: str
     make: Callable[[Callable[..., Any], Case, torch.device, int], calls.Call]
+    verifies: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+    def serves(self, family: str, drafts: int) -> bool:
+        return self.family == family and self.verifies == (drafts > 0)
 
 
 def _mamba(package: str) -> str:
@@ -58,6 +70,22 @@ PEERS: dict[str, tuple[PeerKernel, ...]] = {
             "vllm.model_executor.layers.fla.ops.fused_recurrent",
             "fused_recurrent_gated_delta_rule_packed_decode",
             calls.packed_gated_delta,
+        ),
+        PeerKernel(
+            "mamba2",
+            ("fp32@1",),
+            f"{_mamba('vllm')}.mamba_ssm",
+            "selective_state_update",
+            draft_calls.stored_state_updates,
+            verifies=True,
+        ),
+        PeerKernel(
+            "gated_delta",
+            ("fp32@1",),
+            "vllm.model_executor.layers.fla.ops.fused_recurrent",
+            "fused_recurrent_gated_delta_rule",
+            draft_calls.stored_delta_states,
+            verifies=True,
         ),
     ),
     "replayssm": (
@@ -103,24 +131,35 @@ PEERS: dict[str, tuple[PeerKernel, ...]] = {
             "fused_recurrent_kda",
             calls.fused_recurrent,
         ),
+        PeerKernel(
+            "kimi_delta",
+            ("fp32@1",),
+            "fla.ops.kda.fused_recurrent",
+            "fused_recurrent_kda_fwd",
+            draft_calls.stored_delta_states,
+            verifies=True,
+        ),
     ),
 }
 """Name on the command line -> its kernels."""
 
 
-def offered(name: str, family: str) -> list[str]:
-    """The policies that a peer has kernels for, if it can be imported."""
+def offered(name: str, family: str, drafts: int = 0) -> list[str]:
+    """The policies that a peer has kernels for, if it can be imported: of a step, or of a verification."""
     return [
         str(parse_policy(text))
         for kernel in PEERS[name]
-        if kernel.family == family
+        if kernel.serves(family, drafts)
         for text in kernel.policies
     ]
 
 
 @dataclass
 class Peer:
-    """A peer whose kernels could be imported, at least one of them; missing: module -> why not, for the others."""
+    """A peer whose kernels could be imported, at least one of them, by ``PeerKernel.name``.
+
+    missing: module -> why not, for the others.
+    """
 
     name: str
     functions: dict[str, Callable[..., Any]]
@@ -129,11 +168,11 @@ class Peer:
     how: str
     missing: dict[str, str] = field(default_factory=dict)
 
-    def policies(self, family: str) -> list[str]:
+    def policies(self, family: str, drafts: int = 0) -> list[str]:
         return [
             str(parse_policy(text))
             for kernel in PEERS[self.name]
-            if kernel.family == family and kernel.module in self.functions
+            if kernel.serves(family, drafts) and kernel.name in self.functions
             for text in kernel.policies
         ]
 
@@ -141,8 +180,8 @@ class Peer:
         """A layer of its own for the case; run it inside ``active``."""
         for kernel in PEERS[self.name]:
             texts = [str(parse_policy(text)) for text in kernel.policies]
-            if kernel.family == case.family and case.policy in texts:
-                return kernel.make(self.functions[kernel.module], case, device, seed)
+            if kernel.serves(case.family, case.drafts) and case.policy in texts:
+                return kernel.make(self.functions[kernel.name], case, device, seed)
         raise InputError("peer", self.name, f"a kernel for {case.policy} of {case.family}")
 
     @contextlib.contextmanager
@@ -196,7 +235,7 @@ def _imported_peer(name: str, path: Path | None, how: str, bare: Path | None) ->
         for kernel in PEERS[name]:
             try:
                 module = importlib.import_module(kernel.module)
-                peer.functions[kernel.module] = getattr(module, kernel.attribute)
+                peer.functions[kernel.name] = getattr(module, kernel.attribute)
             except Exception as error:  # whatever a foreign package raises while it is imported
                 peer.missing[kernel.module] = _first_line(error)
         peer.modules |= _under(top)

@@ -11,7 +11,6 @@ from quantlab.terminal import print_json, print_table, text_of
 
 if TYPE_CHECKING:
     from quantlab.kernels.bench_cases import Case
-    from quantlab.kernels.bench_peers import Peer
     from quantlab.schemes.ledger import StateShape
 
 EPILOG = (
@@ -71,7 +70,7 @@ def bench(
         list[int] | None,
         typer.Option(
             metavar="T",
-            help="Policies with a window verify T tokens and commit them all, against T steps of fp32@1; repeatable.",
+            help="Policies with a window verify T tokens and commit them all, against T steps; repeatable.",
         ),
     ] = None,
     peer: Annotated[
@@ -111,12 +110,11 @@ def bench(
     family, shapes = _layers(model, family, shape)
     wanted = parse_peers(peer or [])
     if dry_run:
-        peers = {name: offered(name, family) for name in wanted}
-        _list(_cases(family, shapes, policy, batch, peers, drafts), bandwidth or DRY_BANDWIDTH, as_json)
+        both = [{name: offered(name, family, count) for name in wanted} for count in (0, 1)]
+        _list(_cases(family, shapes, policy, batch, both, drafts), bandwidth or DRY_BANDWIDTH, as_json)
         return
-    _cases(
-        family, shapes, policy, batch, {}, drafts
-    )  # refuses bad input before anything is imported or allocated
+    # Refuses bad input before anything is imported or allocated.
+    _cases(family, shapes, policy, batch, [{}, {}], drafts)
     _measure(family, shapes, policy, batch, drafts, wanted, output, again, as_json)
 
 
@@ -148,7 +146,8 @@ def _measure(
     peers, notes = load_peers(wanted)
     for note in notes:
         _say(note)
-    cases = _cases(family, shapes, policy, batch, _policies_of(peers, family), drafts)
+    both = [{name: peer.policies(family, count) for name, peer in peers.items()} for count in (0, 1)]
+    cases = _cases(family, shapes, policy, batch, both, drafts)
     timer = GraphTimer()
     progress = _Progress(len(cases))
     records = run_cases(
@@ -166,10 +165,6 @@ def _measure(
         _write(output)
     if any(row["implementation"] == "quantlab" and row["status"] in FAILED for row in rows):
         raise typer.Exit(1)
-
-
-def _policies_of(peers: "dict[str, Peer]", family: str) -> dict[str, list[str]]:
-    return {name: peer.policies(family) for name, peer in peers.items()}
 
 
 class _Progress:
@@ -227,12 +222,14 @@ def _cases(
     shapes: "list[StateShape]",
     policy: list[str] | None,
     batch: list[int] | None,
-    peers: dict[str, list[str]],
+    peers: list[dict[str, list[str]]],
     drafts: list[int] | None,
 ) -> "list[Case]":
+    """peers: by name the policies of their steps, and of their verifications."""
     from quantlab.kernels.bench_cases import expand
 
-    given = policy or list(POLICIES), batch or list(BATCHES), peers, drafts or []
+    steps, verifying = peers
+    given = policy or list(POLICIES), batch or list(BATCHES), steps, drafts or [], verifying
     return [case for shape in shapes for case in expand(family, shape, *given)]
 
 

@@ -38,18 +38,23 @@ def speed_rows(records: Sequence[Record]) -> Iterator[Row]:
     """A row a record: its numbers, and ratios with records of the same run.
 
     against_baseline, against_peer: how many times faster than our own ``fp32@1`` and than the fastest peer (named in
-    ``peer``) at the same family, shape and batch, as many of their steps as drafts are verified; None without one that
-    was timed in the same run.  A peer whose state has fewer bits a value than our checkpoint is no rival: it gives up
-    what ours keeps.  Peers have no peer.
+    ``peer``) at the same family, shape and batch; of drafts, than as many steps, or a peer's verification of as many.
+    None without one that was timed in the same run.  A peer whose state has fewer bits a value than our checkpoint is
+    no rival: it gives up what ours keeps.  Peers have no peer.
     """
     for record in records:
         point, metrics = record["point"], record["metrics"]
         mine, tokens = metrics.get("us"), point.get("drafts", 1)
         beside = [other for other in records if _same_group(record, other) and other["metrics"].get("us")]
         base = [r for r in beside if (r["point"]["implementation"], r["point"]["policy"]) == (OURS, BASELINE)]
-        steps = [r for r in beside if "drafts" not in r["point"]]
-        others = [r for r in steps if r["point"]["implementation"] != OURS and not _coarser(r, record)]
-        best = min(others, key=lambda r: r["metrics"]["us"], default=None)
+        rivals = [
+            (r["metrics"]["us"] * tokens / r["point"].get("drafts", 1), r)
+            for r in beside
+            if r["point"]["implementation"] != OURS
+            and r["point"].get("drafts", tokens) == tokens
+            and not _coarser(r, record)
+        ]
+        theirs, best = min(rivals, key=lambda rival: rival[0], default=(None, None))
         if point["implementation"] != OURS:
             best = None
         yield {
@@ -60,7 +65,7 @@ def speed_rows(records: Sequence[Record]) -> Iterator[Row]:
             "message": record["message"],
             **{name: metrics.get(name) for name in NUMBERS},
             "against_baseline": tokens * base[0]["metrics"]["us"] / mine if base and mine else None,
-            "against_peer": tokens * best["metrics"]["us"] / mine if best and mine else None,
+            "against_peer": theirs / mine if best and mine else None,
             "peer": best["point"]["implementation"] if best else None,
             "peer_policy": best["point"]["policy"] if best else None,
             "control_share": metrics.get("control_share"),

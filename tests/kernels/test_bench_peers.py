@@ -7,6 +7,8 @@ import pytest
 from quantlab.errors import InputError
 from quantlab.kernels import bench_peers
 from quantlab.kernels.bench_cases import expand
+from quantlab.report.speed import speed_rows
+from quantlab.schemes.ledger import StateShape
 from tests.kernels.bench_stand_ins import SMALL, CountingTimer, run
 
 
@@ -98,3 +100,84 @@ def test_a_peer_is_timed_if_it_computes_the_step(tmp_path):
     assert record["status"] == "comparison_failed"
     assert record["message"].startswith("output off by 0.05")
     assert timer.measured == 0
+
+
+STORING_MAMBA = """
+import torch
+def selective_state_update(
+    state, x, dt, A, B, C, D=None, dt_bias=None, dt_softplus=False, state_batch_indices=None, out=None,
+    num_accepted_tokens=None, cu_seqlens=None,
+):
+    heads = x.shape[1]
+    k, q = (t.float().repeat_interleave(heads // t.shape[1], 1) for t in (B, C))
+    for row, slots in enumerate(state_batch_indices.tolist()):
+        now = state[slots[int(num_accepted_tokens[row]) - 1]]
+        first, last = cu_seqlens[row : row + 2].tolist()
+        for slot, token in zip(slots, range(first, last), strict=True):
+            decay = torch.exp(dt[token].float()[:, :1, None] * A[:, :1, :1])
+            now = now * decay + (dt[token] * x[token]).float()[..., None] * k[token, :, None]
+            state[slot] = now
+            out[token] = ({gain} * torch.einsum("hvk,hk->hv", now, q[token])).to(out.dtype)
+"""
+
+STORING_DELTA = """
+import torch
+def {name}(
+    q, k, v, g, beta, scale=None, initial_state=None, inplace_final_state=True, cu_seqlens=None,
+    ssm_state_indices=None, num_accepted_tokens=None{more},
+):
+    out, repeat = torch.empty_like(v), v.shape[2] // q.shape[2]
+    q, k = (t[0].float().repeat_interleave(repeat, 1) for t in (q, k))
+    for row, slots in enumerate(ssm_state_indices.tolist()):
+        now = initial_state[slots[int(num_accepted_tokens[row]) - 1]]
+        first, last = cu_seqlens[row : row + 2].tolist()
+        for slot, token in zip(slots, range(first, last), strict=True):
+            gate = g[0, token].exp()
+            now = now * (gate[:, None, None] if gate.dim() == 1 else gate[:, None])
+            d = beta[0, token, :, None] * (v[0, token].float() - torch.einsum("hvk,hk->hv", now, k[token]))
+            now = now + {gain} * d[..., None] * k[token, :, None]
+            initial_state[slot] = now
+            out[0, token] = torch.einsum("hvk,hk->hv", now, q[token] * scale).to(out.dtype)
+    return out, initial_state
+"""
+
+STORING = {
+    "mamba2": ("vllm", "model_executor/layers/mamba/ops/mamba_ssm.py", STORING_MAMBA, {}),
+    "gated_delta": (
+        "vllm",
+        "model_executor/layers/fla/ops/fused_recurrent.py",
+        STORING_DELTA,
+        {"name": "fused_recurrent_gated_delta_rule", "more": ""},
+    ),
+    "kimi_delta": (
+        "fla",
+        "ops/kda/fused_recurrent.py",
+        STORING_DELTA,
+        {"name": "fused_recurrent_kda_fwd", "more": ", state_v_first=False"},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", STORING)
+def test_a_peer_that_stores_a_state_a_draft(tmp_path, family):
+    name, path, text, names = STORING[family]
+    shape = SMALL if family == "mamba2" else StateShape(4, 16, 32, 4 if family == "kimi_delta" else 2)
+    for gain, status in ((1.0, "ok"), (1.05, "comparison_failed")):
+        file = tmp_path / str(gain) / name / path
+        file.parent.mkdir(parents=True)
+        file.write_text(text.format(gain=gain, **names))
+        peers, _ = bench_peers.load_peers(bench_peers.parse_peers([f"{name}={tmp_path / str(gain)}"]))
+        verifying = {name: peers[name].policies(family, 3)}
+        policies = ["fp32@4:buffer=bf16"]
+        cases = expand(family, shape, policies, [3], {}, [3], verifying)
+        records = run(cases, peers=peers)
+        theirs = records[-1]
+        assert (theirs["point"]["implementation"], theirs["point"]["drafts"]) == (name, 3)
+        assert theirs["status"] == status, theirs["message"]
+        state = 4 * shape.heads * shape.value_dim * shape.key_dim
+        assert theirs["metrics"]["bytes"] == 3 * (1 + 3) * state
+        ours = next(
+            row for row in speed_rows(records) if row["drafts"] and row["implementation"] == "quantlab"
+        )
+        over = theirs["metrics"]["us"] / ours["us"] if status == "ok" else None
+        assert ours["against_peer"] == over
