@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
-from quantlab.kernels.checkpoints import decoded_tile, rounded_tile
+from quantlab.kernels.checkpoints import decoded_lanes, rounded_tile
 from quantlab.kernels.decode import widened
 from quantlab.kernels.flush import ring_place
 from quantlab.kernels.lanes import from_rows, lane_offsets, line_offsets, placed, to_rows
-from quantlab.kernels.nvfp4_encode import encode_blocks
+from quantlab.kernels.nvfp4_encode import block_maxima, encode_blocks, packed_tops
 from quantlab.kernels.packed import product, three_parts
 from quantlab.kernels.random import element_words
 from quantlab.kernels.scales import float_scale
@@ -39,26 +39,32 @@ def lane_words(
 
 
 @triton.jit
-def encode_lanes(
-    values, words, scales, first, shared, R: tl.constexpr, N: tl.constexpr, RUN: tl.constexpr, WARPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The NVFP4 copy of R value rows in lane form, from number ``first`` of all rows on."""
+def blocks_of(values, R: tl.constexpr, N: tl.constexpr, RUN: tl.constexpr):
+    """Lane form -> (16 / RUN, lines, RUN / 4, RUN): part of a block, line, block of it, place in the part."""
     PARTS: tl.constexpr = 16 // RUN  # lanes that share a block
+    values = tl.reshape(values, (R * N // (4 * RUN), 4 // PARTS, PARTS, RUN))
+    return tl.permute(values, (2, 0, 1, 3))
+
+
+@triton.jit
+def encode_lanes(
+    blocks, amax, words, scales, first, shared, R: tl.constexpr, N: tl.constexpr, RUN: tl.constexpr,
+    WARPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The NVFP4 copy of R value rows, ``blocks_of`` them, from number ``first`` of all rows on."""
+    PARTS: tl.constexpr = 16 // RUN
     LINES: tl.constexpr = R * N // (4 * RUN)
     line = first + line_offsets(R, N, N, RUN, WARPS)
-    values = tl.reshape(values, (LINES, 4 // PARTS, PARTS, RUN))
-    codes, scale = encode_blocks(tl.permute(values, (2, 0, 1, 3)), shared, BLOCK)
+    tops, scale = encode_blocks(blocks, amax, shared, BLOCK)
     lane = tl.arange(0, 4)[None, :]
     scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (LINES, 4 // PARTS, PARTS)), (LINES, 4))
     tl.store(scales + (line[:, None] // 16 + lane // PARTS), scale.to(tl.uint8), mask=lane % PARTS == 0)
-    codes = tl.reshape(tl.permute(codes, (1, 2, 0, 3)), (LINES, 4, RUN))
+    tops = tl.permute(tops, (1, 2, 0, 3))
     if RUN == 4:
-        packed = tl.sum(codes << (4 * tl.arange(0, 4))[None, None, :], 2).to(tl.int16)
+        packed = packed_tops(tl.reshape(tops, (LINES, 4, 4))).to(tl.int16)
         tl.store(words.to(tl.pointer_type(tl.int16)) + (line[:, None] // 4 + lane), packed)
     else:
-        place = (4 * tl.arange(0, 8))[None, None, :]
-        packed = tl.sum(tl.reshape(codes, (LINES, RUN // 2, 8)) << place, 2)
+        packed = packed_tops(tl.reshape(tops, (LINES, RUN // 2, 8))).to(tl.int32, bitcast=True)
         tl.store(words + (line[:, None] // 8 + tl.arange(0, RUN // 2)[None, :]), packed)
 
 
@@ -130,7 +136,7 @@ def flush_head_kernel(
         if checkpoint_scales is not None:
             scales_at = checkpoint_scales + head * P + r
             row_scales = tl.load(scales_at)
-        folded = decoded_tile(to_rows(codes, P, N, RUN, WARPS), row_scales, STORE) * whole + window
+        folded = decoded_lanes(to_rows(codes, P, N, RUN, WARPS), row_scales, STORE) * whole + window
         random = None
         if STORE.stochastic:
             number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
@@ -148,8 +154,9 @@ def flush_head_kernel(
             query = to_rows(widened(tl.load(query_at)), P, N, RUN, WARPS)
             result = tl.sum(folded * query, 1)
             tl.store(output + (b * H + h) * P + r, narrowed(result, output.dtype.element_ty))
-        shared, _ = float_scale(tl.max(tl.abs(values)), 1.0, GLOBAL)
+        blocks = blocks_of(from_rows(values, P, N, RUN, WARPS), P, N, RUN)
+        amax = block_maxima(blocks)
+        shared, _ = float_scale(tl.max(tl.max(amax, 1), 0), 1.0, GLOBAL)
         tl.store(global_scale + head, shared)
-        lanes = from_rows(values, P, N, RUN, WARPS)
-        encode_lanes(lanes, words, scales, head * (P * N), shared, P, N, RUN, WARPS, BLOCK)
+        encode_lanes(blocks, amax, words, scales, head * (P * N), shared, P, N, RUN, WARPS, BLOCK)
         item, b, slot = following, next_b, next_slot
