@@ -111,11 +111,11 @@ def reciprocal(x):
         result = tl.inline_asm_elementwise(
             """
             {
-            .reg .f32 minus, first, rest;
+            .reg .f32 minus, estimate, rest;
             neg.f32 minus, $1;
-            rcp.approx.ftz.f32 first, $1;
-            fma.rn.f32 rest, minus, first, 0f3F800000;
-            fma.rn.f32 $0, first, rest, first;
+            rcp.approx.ftz.f32 estimate, $1;
+            fma.rn.f32 rest, minus, estimate, 0f3F800000;
+            fma.rn.f32 $0, estimate, rest, estimate;
             }
             """,
             "=f,f",
