@@ -29,6 +29,7 @@ from quantlab.kernels.decode import element_value, widened
 from quantlab.kernels.random import element_words
 from quantlab.kernels.rounding import encode
 from quantlab.kernels.scales import FloatOptions, float_scale, recipe_of
+from quantlab.kernels.stochastic import sign_codes, stochastic_codes
 
 NAMES = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8")
 
@@ -87,6 +88,53 @@ def decoded_tile(codes, row_scales, STORE: tl.constexpr):
 
 
 @triton.jit
+def decoded_lanes(codes, row_scales, STORE: tl.constexpr):
+    """``decoded_tile`` of (rows, columns) with four or more numbers a lane; NaN is what a row's scale says."""
+    if codes.dtype == tl.uint8 and not INTERPRETED:
+        values = small_values(codes) * (row_scales * 256.0)[:, None]
+    else:
+        values = decoded_tile(codes, row_scales, STORE)
+    return values
+
+
+@triton.jit
+def small_values(codes):
+    """E4M3 codes -> their numbers times 2^-8, without a NaN, in float32: not for the interpreter.
+
+    The exponent is four bits of float16's five, so a code, moved to where float16 keeps its own bits, spells that.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, sign;
+        .reg .b16 a, b, c, d;
+        prmt.b32 low, $4, 0, 0x1404;
+        prmt.b32 high, $4, 0, 0x3424;
+        and.b32 sign, low, 0x80008000;
+        shr.b32 low, low, 1;
+        and.b32 low, low, 0x3F803F80;
+        or.b32 low, low, sign;
+        and.b32 sign, high, 0x80008000;
+        shr.b32 high, high, 1;
+        and.b32 high, high, 0x3F803F80;
+        or.b32 high, high, sign;
+        mov.b32 {a, b}, low;
+        mov.b32 {c, d}, high;
+        cvt.f32.f16 $0, a;
+        cvt.f32.f16 $1, b;
+        cvt.f32.f16 $2, c;
+        cvt.f32.f16 $3, d;
+        }
+        """,
+        "=f,=f,=f,=f,r",
+        [codes],
+        tl.float32,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def over_rows(numbers):
     """A number a row, to broadcast over a tile."""
     if len(numbers.shape) == 1:
@@ -119,8 +167,12 @@ def rounded_tile(x, words, STORE: tl.constexpr):
     else:
         OPTIONS: tl.constexpr = STORE.scale
         scales = row_scale(x, OPTIONS)
-        codes = small_codes(row_quotients(x, scales), words, STORE)
-        return codes, scales, decoded_tile(codes, scales, STORE)
+        if len(x.shape) == 2:
+            codes = small_codes(unsigned_quotients(x, scales), x, words, STORE)
+            return codes, scales, decoded_lanes(codes, scales, STORE)
+        else:
+            codes = small_codes(unsigned_quotients(x, scales), x, words, STORE)
+            return codes, scales, decoded_tile(codes, scales, STORE)
 
 
 @triton.jit
@@ -154,7 +206,7 @@ def store_tile(
             # the same.
             nothing = (number >> 30) >> 2
             words = element_words(counter + nothing, number, sequence, stream, seed, ROUNDS)
-            codes = stored_codes(stochastic_codes(x, words, ELEMENT), ELEMENT)
+            codes = stochastic_codes(x, x, words, ELEMENT)
             tl.store(at, codes, mask=mask)
             if STORE.scale is None:
                 values = widened(codes)
@@ -222,18 +274,6 @@ def ordinary_distance(ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def stored_codes(codes, ELEMENT: tl.constexpr):
-    """Codes in int32 as the checkpoint's memory has them."""
-    if ELEMENT.bits == 8:
-        stored = codes.to(tl.uint8)
-    elif ELEMENT.name == "bf16":
-        stored = codes.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        stored = codes.to(tl.uint16).to(tl.float16, bitcast=True)
-    return stored
-
-
-@triton.jit
 def stored_float(values, ELEMENT: tl.constexpr):
     """Values that the element holds, in its own type."""
     if ELEMENT.name == "bf16":
@@ -255,7 +295,7 @@ def plain_codes(x, words, STORE: tl.constexpr):
         else:
             dtype: tl.constexpr = tl.float16
         if STORE.stochastic:
-            codes = stored_codes(stochastic_codes(x, words, ELEMENT), ELEMENT)
+            codes = stochastic_codes(x, x, words, ELEMENT)
         else:
             codes = narrowed(x, dtype)
         values = widened(codes)
@@ -278,7 +318,15 @@ def scale_of_bits(bits, OPTIONS: tl.constexpr):
 
 @triton.jit
 def row_quotients(x, scales):
-    """x / scale, rounded once, for finite x: a division a row and five operations a value.
+    """x / scale, rounded once, for finite x."""
+    quotient = unsigned_quotients(x, scales)
+    signed = quotient.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & SIGN)
+    return signed.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unsigned_quotients(x, scales):
+    """``row_quotients`` whose zeros may have lost their signs: a division a row and five operations a value.
 
     With y = 1 / s rounded to nearest, q = x y is off by at most 1.5 units in the last place (Brisebarre, Muller and
     Raina, IEEE Transactions on Computers 53, 2004); q + (x - q s) y is off by less than one, and from there the same
@@ -294,22 +342,18 @@ def row_quotients(x, scales):
     lifted = x * over_rows(lift)
     quotient = lifted * inverse
     quotient = multiply_add(multiply_add(-quotient, divisor, lifted), inverse, quotient)
-    quotient = multiply_add(multiply_add(-quotient, divisor, lifted), inverse, quotient)
-    # A remainder of +0 has taken the sign of -0 away.
-    signed = quotient.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & SIGN)
-    return signed.to(tl.float32, bitcast=True)
+    return multiply_add(multiply_add(-quotient, divisor, lifted), inverse, quotient)
 
 
 @triton.jit
-def small_codes(quotients, words, STORE: tl.constexpr):
-    """Codes of E4M3 (uint8) or int8 of finite quotients."""
+def small_codes(quotients, x, words, STORE: tl.constexpr):
+    """Codes of E4M3 (uint8) or int8 of finite quotients, with the signs of x."""
     ELEMENT: tl.constexpr = STORE.element
     if hasattr(ELEMENT, "exponent_bits"):
         if STORE.stochastic:
-            codes = stochastic_codes(quotients, words, ELEMENT)
+            codes = stochastic_codes(quotients, x, words, ELEMENT)
         else:
-            codes = nearest_codes(quotients, ELEMENT)
-        codes = codes.to(tl.uint8)
+            codes = nearest_codes(quotients, x, ELEMENT).to(tl.uint8)
     else:
         if STORE.stochastic:
             codes = encode(quotients, words, ELEMENT, "stochastic", 32)
@@ -321,10 +365,9 @@ def small_codes(quotients, words, STORE: tl.constexpr):
 
 
 @triton.jit
-def nearest_codes(x, ELEMENT: tl.constexpr):
-    """Finite float32 -> codes in int32 of an element that saturates; ties to even, sign of zero kept."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
+def nearest_codes(x, signed, ELEMENT: tl.constexpr):
+    """Finite float32 x with the signs of ``signed`` -> codes in int32 of an element that saturates; ties to even."""
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     DROPPED: tl.constexpr = 23 - ELEMENT.mantissa_bits
     REBIAS: tl.constexpr = (127 - ELEMENT.bias) << ELEMENT.mantissa_bits
     odd = (magnitude >> DROPPED) & 1
@@ -333,66 +376,4 @@ def nearest_codes(x, ELEMENT: tl.constexpr):
     shifted = magnitude.to(tl.float32, bitcast=True) + ELEMENT.smallest * 2.0**23
     units = shifted.to(tl.int32, bitcast=True) & ((2 << ELEMENT.mantissa_bits) - 1)
     code = tl.where(normal <= (1 << ELEMENT.mantissa_bits), units, tl.minimum(normal, ELEMENT.max_code))
-    return code | ((bits >> (32 - ELEMENT.bits)) & ELEMENT.sign_code)
-
-
-@triton.jit
-def stochastic_codes(x, words, ELEMENT: tl.constexpr):
-    """float32 -> codes in int32, up if the discarded fraction plus a 32-bit random word carries.
-
-    Codes of one sign count on through the powers of two, so a carry may pass into the exponent.  What is below the
-    normal numbers discards more bits.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    words = words.to(tl.uint32, bitcast=True)
-    DROPPED: tl.constexpr = 23 - ELEMENT.mantissa_bits
-    MIN_FIELD: tl.constexpr = ELEMENT.min_exponent + 127
-    if MIN_FIELD > 1:
-        field = magnitude >> 23
-        significand = (magnitude & 0x7FFFFF) | 0x800000  # of float32's subnormals nothing is left in any case
-        places = tl.maximum(MIN_FIELD + DROPPED - field, DROPPED)
-        codes = shifted_with_carry(significand, places, words)
-        codes += (field + places - (MIN_FIELD + DROPPED)) << ELEMENT.mantissa_bits
-    else:  # as many subnormals as float32 has; added as its sign is not there, the sum stays below 2^32
-        codes = ((magnitude.to(tl.uint32) + (words >> (32 - DROPPED))) >> DROPPED).to(tl.int32)
-    sign = (bits >> (32 - ELEMENT.bits)) & ELEMENT.sign_code
-    if ELEMENT.overflow.value == "infinity":
-        codes = tl.minimum(codes, ELEMENT.infinity_code) | sign
-        codes = tl.where(x == x, codes, ELEMENT.nan_code)
-    else:
-        codes = tl.minimum(codes, ELEMENT.max_code) | sign
-    return codes
-
-
-@triton.jit
-def shifted_with_carry(significand, places, words):
-    """significand >> places, one more if the first 32 bits of what is dropped plus the word carry.
-
-    int32 significand of 24 bits and places from 1 on, uint32 words.
-    """
-    deep = tl.maximum(places - 32, 0)  # bits that even the fraction drops
-    if not INTERPRETED:
-        shifted = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .u32 zero, kept, fraction;
-            mov.u32 zero, 0;
-            shr.u32 kept, $1, $3;
-            shf.r.clamp.b32 fraction, zero, kept, $2;
-            shr.u32 kept, kept, $2;
-            add.cc.u32 fraction, fraction, $4;
-            addc.u32 $0, kept, 0;
-            }
-            """,
-            "=r,r,r,r,r",
-            [significand, places, deep, words],
-            tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        kept = (significand >> tl.minimum(deep, 31)).to(tl.uint64) << 32
-        total = (kept >> tl.minimum(places, 32).to(tl.uint64)) + words.to(tl.uint64)
-        shifted = (total >> 32).to(tl.int32)
-    return shifted
+    return code | sign_codes(signed, ELEMENT)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.decode import element_value, widened
-from quantlab.kernels.nvfp4_encode import block_pointers, encode_blocks, pack_words
+from quantlab.kernels.nvfp4_encode import block_maxima, block_pointers, encode_blocks, pack_words
 from quantlab.kernels.scales import float_scale
 
 
@@ -28,13 +28,13 @@ def encode_rows(
     else:
         row_scales = tl.load(checkpoint_scales + head * P + row)
         values = element_value(values, ELEMENT) * row_scales[None, :, None, None]
-    codes, scale = encode_blocks(values, shared, BLOCK)
+    tops, scale = encode_blocks(values, block_maxima(values), shared, BLOCK)
     scale_at = scales + head * (P * N // 16) + (row[:, None] * (N // 16) + block[None, :])
     tl.store(scale_at, scale.to(tl.uint8))
     half = tl.arange(0, 2)
     inner = row[:, None] * (N // 8) + 2 * block[None, :]
     word_at = words + head * (P * N // 8) + (half[:, None, None] + inner[None, :, :])
-    tl.store(word_at, pack_words(codes, R, N, WIDTH))
+    tl.store(word_at, pack_words(tops, R, N, WIDTH))
 
 
 @triton.jit

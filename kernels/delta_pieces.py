@@ -18,7 +18,7 @@ import triton.language as tl
 
 from quantlab.kernels.arithmetic import INTERPRETED
 from quantlab.kernels.checkpoints import (
-    decoded_tile,
+    decoded_lanes,
     distance,
     ordinary_distance,
     plain_codes,
@@ -91,49 +91,6 @@ def decoded_piece(codes, row_scales, R: tl.constexpr, STORE: tl.constexpr):
         values = widened(codes)
     else:
         values = piece_of_lanes(decoded_lanes(lanes_of_piece(codes, R), row_scales, STORE), R)
-    return values
-
-
-@triton.jit
-def decoded_lanes(codes, row_scales, STORE: tl.constexpr):
-    """``decoded_tile``.  E4M3's exponent is four bits of float16's five, so its codes, moved to where float16 keeps its
-    own bits, spell a number times 2^-8; NaN is what a row's scale says.
-    """
-    if STORE.scale is None or INTERPRETED:
-        values = decoded_tile(codes, row_scales, STORE)
-    elif codes.dtype == tl.uint8:
-        values = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 low, high, sign;
-            .reg .b16 a, b, c, d;
-            prmt.b32 low, $4, 0, 0x1404;
-            prmt.b32 high, $4, 0, 0x3424;
-            and.b32 sign, low, 0x80008000;
-            shr.b32 low, low, 1;
-            and.b32 low, low, 0x3F803F80;
-            or.b32 low, low, sign;
-            and.b32 sign, high, 0x80008000;
-            shr.b32 high, high, 1;
-            and.b32 high, high, 0x3F803F80;
-            or.b32 high, high, sign;
-            mov.b32 {a, b}, low;
-            mov.b32 {c, d}, high;
-            cvt.f32.f16 $0, a;
-            cvt.f32.f16 $1, b;
-            cvt.f32.f16 $2, c;
-            cvt.f32.f16 $3, d;
-            }
-            """,
-            "=f,=f,=f,=f,r",
-            [codes],
-            tl.float32,
-            is_pure=True,
-            pack=4,
-        )
-        values *= (row_scales * 256.0)[:, None]
-    else:
-        values = decoded_tile(codes, row_scales, STORE)
     return values
 
 
@@ -240,7 +197,7 @@ def general_codes(x, words, STORE: tl.constexpr):
     if STORE.scale is None:
         codes, _ = plain_codes(x, words, STORE)
     else:
-        codes = small_codes(x, words, STORE)
+        codes = small_codes(x, x, words, STORE)
     return codes
 
 

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
-from quantlab.kernels.checkpoints import decoded_tile, rounded_tile
+from quantlab.kernels.checkpoints import decoded_lanes, rounded_tile
 from quantlab.kernels.decode import widened
 from quantlab.kernels.flush import ring_place
 from quantlab.kernels.lanes import from_rows, lane_offsets, line_offsets, placed, to_rows
-from quantlab.kernels.nvfp4_encode import encode_blocks
+from quantlab.kernels.nvfp4_encode import block_maxima, encode_blocks, packed_tops
 from quantlab.kernels.packed import product, three_parts
 from quantlab.kernels.random import element_words
 from quantlab.kernels.scales import float_scale
@@ -39,26 +39,32 @@ def lane_words(
 
 
 @triton.jit
-def encode_lanes(
-    values, words, scales, first, shared, R: tl.constexpr, N: tl.constexpr, RUN: tl.constexpr, WARPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The NVFP4 copy of R value rows in lane form, from number ``first`` of all rows on."""
+def blocks_of(values, R: tl.constexpr, N: tl.constexpr, RUN: tl.constexpr):
+    """Lane form -> (16 / RUN, lines, RUN / 4, RUN): part of a block, line, block of it, place in the part."""
     PARTS: tl.constexpr = 16 // RUN  # lanes that share a block
+    values = tl.reshape(values, (R * N // (4 * RUN), 4 // PARTS, PARTS, RUN))
+    return tl.permute(values, (2, 0, 1, 3))
+
+
+@triton.jit
+def encode_lanes(
+    blocks, amax, words, scales, first, shared, R: tl.constexpr, N: tl.constexpr, RUN: tl.constexpr,
+    WARPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The NVFP4 copy of R value rows, ``blocks_of`` them, from number ``first`` of all rows on."""
+    PARTS: tl.constexpr = 16 // RUN
     LINES: tl.constexpr = R * N // (4 * RUN)
     line = first + line_offsets(R, N, N, RUN, WARPS)
-    values = tl.reshape(values, (LINES, 4 // PARTS, PARTS, RUN))
-    codes, scale = encode_blocks(tl.permute(values, (2, 0, 1, 3)), shared, BLOCK)
+    tops, scale = encode_blocks(blocks, amax, shared, BLOCK)
     lane = tl.arange(0, 4)[None, :]
     scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (LINES, 4 // PARTS, PARTS)), (LINES, 4))
     tl.store(scales + (line[:, None] // 16 + lane // PARTS), scale.to(tl.uint8), mask=lane % PARTS == 0)
-    codes = tl.reshape(tl.permute(codes, (1, 2, 0, 3)), (LINES, 4, RUN))
+    tops = tl.permute(tops, (1, 2, 0, 3))
     if RUN == 4:
-        packed = tl.sum(codes << (4 * tl.arange(0, 4))[None, None, :], 2).to(tl.int16)
+        packed = packed_tops(tl.reshape(tops, (LINES, 4, 4))).to(tl.int16)
         tl.store(words.to(tl.pointer_type(tl.int16)) + (line[:, None] // 4 + lane), packed)
     else:
-        place = (4 * tl.arange(0, 8))[None, None, :]
-        packed = tl.sum(tl.reshape(codes, (LINES, RUN // 2, 8)) << place, 2)
+        packed = packed_tops(tl.reshape(tops, (LINES, RUN // 2, 8))).to(tl.int32, bitcast=True)
         tl.store(words + (line[:, None] // 8 + tl.arange(0, RUN // 2)[None, :]), packed)
 
 
@@ -87,24 +93,30 @@ def flush_head_kernel(
     flush_rows, flush_count, slots, checkpoint, checkpoint_scales, words, scales, global_scale, k_buffer, d_buffer,
     log_decays, origin, q, k, d, log_decay, output, store_numbers, sequence_ids, seed, stream,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
-    RING: tl.constexpr, RUN: tl.constexpr, STORE: tl.constexpr, ROUNDS: tl.constexpr, GLOBAL: tl.constexpr,
-    BLOCK: tl.constexpr, WARPS: tl.constexpr,
+    RING: tl.constexpr, R: tl.constexpr, RUN: tl.constexpr, STORE: tl.constexpr, ROUNDS: tl.constexpr,
+    GLOBAL: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """As ``flush_kernel``, for bfloat16 records and tokens.  RUN: neighbours of a value row in a lane, 4 to 16."""
+    """As ``flush_kernel``, for bfloat16 records and tokens.
+
+    R: value rows of a tile; all tiles of a head are in registers.  RUN: neighbours of a value row in a lane, 4 to 16.
+    """
+    TILES: tl.constexpr = P // R
     LANES: tl.constexpr = J if J > 16 else 16
     total = tl.load(flush_count) * H
     item = tl.program_id(0)
     if item >= total:
         return
-    r, j, column = tl.arange(0, P), tl.arange(0, LANES), tl.arange(0, N)
+    r, j, column = tl.arange(0, R), tl.arange(0, LANES), tl.arange(0, N)
     b = tl.load(flush_rows + item // H)
     slot = tl.load(slots + b).to(tl.int64)
     while item < total:
         h = item % H
         g = h // (H // G)
         head = slot * H + h
-        state_at = checkpoint + head * (P * N) + lane_offsets(P, N, N, RUN, WARPS)
-        codes = tl.load(state_at)
+        state_at = checkpoint + head * (P * N) + lane_offsets(R, N, N, RUN, WARPS)
+        codes, records, row_scales = (), (), ()
+        for tile in tl.static_range(TILES):
+            codes += (tl.load(state_at + tile * (R * N)),)
         start = None
         if origin is not None:
             start = tl.load(origin + slot)
@@ -116,40 +128,65 @@ def flush_head_kernel(
             records_at = tl.where((j == L - 1)[None, :], d + (b * H + h) * P + r[:, None], records_at)
             keys_at = tl.where((j == L - 1)[:, None], k + (b * G + g) * N + column[None, :], keys_at)
             current = tl.load(log_decay + b * H + h).to(tl.float32)
-        records = tl.load(records_at, mask=(j < L)[None, :], other=0)
+        for tile in tl.static_range(TILES):
+            records += (tl.load(records_at + tile * R, mask=(j < L)[None, :], other=0),)
         keys = tl.load(keys_at, mask=(j < L)[:, None], other=0)
         weight, whole = record_weights(gates_at, current, start, L, LANES, RING, q is not None)
         following = item + tl.num_programs(0)
         next_b = tl.load(flush_rows + tl.minimum(following, total - 1) // H)
         next_slot = tl.load(slots + next_b).to(tl.int64)
-        high, middle, low = three_parts(placed(widened(keys) * weight, N, RUN))
-        window = product(records, low, None)
-        window = product(records, middle, window)
-        window = product(records, high, window)
-        row_scales, scales_at = None, None
+        high, middle, low = three_parts(placed(widened(keys) * weight, R, N, RUN, WARPS))
         if checkpoint_scales is not None:
             scales_at = checkpoint_scales + head * P + r
-            row_scales = tl.load(scales_at)
-        folded = decoded_tile(to_rows(codes, P, N, RUN, WARPS), row_scales, STORE) * whole + window
-        random = None
+            for tile in tl.static_range(TILES):
+                row_scales += (tl.load(scales_at + tile * R),)
+        number, sequence, key = 0, 0, 0
         if STORE.stochastic:
             number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
             sequence, key = tl.load(sequence_ids + slot).to(tl.uint32), tl.load(seed)
-            random = lane_words(
-                h * (P * N), number, sequence, stream.to(tl.uint32), key, P, N, RUN, WARPS, ROUNDS
-            )
-            random = to_rows(random, P, N, RUN, WARPS)
-        stored, new_scales, values = rounded_tile(folded, random, STORE)
-        tl.store(state_at, from_rows(stored, P, N, RUN, WARPS))
-        if checkpoint_scales is not None:
-            tl.store(scales_at, new_scales)
-        if output is not None:
-            query_at = q + (b * G + g) * N + lane_offsets(P, N, 0, RUN, WARPS)
-            query = to_rows(widened(tl.load(query_at)), P, N, RUN, WARPS)
-            result = tl.sum(folded * query, 1)
-            tl.store(output + (b * H + h) * P + r, narrowed(result, output.dtype.element_ty))
-        shared, _ = float_scale(tl.max(tl.abs(values)), 1.0, GLOBAL)
+        query = None
+        if output is not None and TILES > 1:
+            query_at = q + (b * G + g) * N + lane_offsets(R, N, 0, RUN, WARPS)
+            query = to_rows(widened(tl.load(query_at)), R, N, RUN, WARPS)
+        blocks, maxima = (), ()
+        for tile in tl.static_range(TILES):
+            window = product(records[tile], low, None)
+            window = product(records[tile], middle, window)
+            window = product(records[tile], high, window)
+            given = None
+            if checkpoint_scales is not None:
+                given = row_scales[tile]
+            state = decoded_lanes(to_rows(codes[tile], R, N, RUN, WARPS), given, STORE)
+            folded = state * whole + window
+            random = None
+            if STORE.stochastic:
+                first = h * (P * N) + tile * (R * N)
+                random = lane_words(
+                    first, number, sequence, stream.to(tl.uint32), key, R, N, RUN, WARPS, ROUNDS
+                )
+                random = to_rows(random, R, N, RUN, WARPS)
+            stored, new_scales, values = rounded_tile(folded, random, STORE)
+            tl.store(state_at + tile * (R * N), from_rows(stored, R, N, RUN, WARPS))
+            if checkpoint_scales is not None:
+                tl.store(scales_at + tile * R, new_scales)
+            if output is not None:
+                if TILES == 1:
+                    query_at = q + (b * G + g) * N + lane_offsets(R, N, 0, RUN, WARPS)
+                    query = to_rows(widened(tl.load(query_at)), R, N, RUN, WARPS)
+                result = tl.sum(folded * query, 1)
+                result_at = output + (b * H + h) * P + tile * R + r
+                tl.store(result_at, narrowed(result, output.dtype.element_ty))
+            part = blocks_of(from_rows(values, R, N, RUN, WARPS), R, N, RUN)
+            blocks += (part,)
+            maxima += (block_maxima(part),)
+        most = maxima[0]
+        for tile in tl.static_range(1, TILES):
+            most = tl.maximum(most, maxima[tile])
+        shared, _ = float_scale(tl.max(tl.max(most, 1), 0), 1.0, GLOBAL)
         tl.store(global_scale + head, shared)
-        lanes = from_rows(values, P, N, RUN, WARPS)
-        encode_lanes(lanes, words, scales, head * (P * N), shared, P, N, RUN, WARPS, BLOCK)
+        for tile in tl.static_range(TILES):
+            first = head * (P * N) + tile * (R * N)
+            encode_lanes(
+                blocks[tile], maxima[tile], words, scales, first, shared, R, N, RUN, WARPS, BLOCK
+            )
         item, b, slot = following, next_b, next_slot

@@ -6,9 +6,10 @@ row belong to one lane: run t of every 4 RUN neighbours stands for columns 2 t, 
 orders the other operand so.  A lane then loads, rounds, encodes and stores neighbours, and nothing passes through
 shared memory.
 
-Row form is (R, N) with places for columns: 16 rows a warp, 16 WARPS / R warps side by side.  Lane form is
-(R N / (4 RUN), 4 RUN): the runs of four lanes make a line.  It has two dimensions, because which of several equal ones
-the compiler spreads lanes over differs between its releases.
+Row form is (R, N) with places for columns: 16 rows a warp, 16 WARPS / R warps side by side.  Of wide tiles (64 rows on)
+each of these has neighbouring places; of narrow ones (16 rows) every WARPS-th eight of them, as ``mma`` has it.  Lane
+form is (R N / (4 RUN), 4 RUN): the runs of four lanes make a line.  It has two dimensions, because which of several
+equal ones the compiler spreads lanes over differs between its releases.
 """
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
@@ -19,11 +20,12 @@ import triton.language as tl
 
 
 @triton.jit
-def placed(x, N: tl.constexpr, RUN: tl.constexpr):
-    """(J, N) in the order of columns -> of places: place 8 m + 2 t + e of 4 RUN is column RUN t + 2 m + e."""
+def placed(x, R: tl.constexpr, N: tl.constexpr, RUN: tl.constexpr, WARPS: tl.constexpr):
+    """(J, N) in the order of columns -> of places: place 8 m + 2 t + e of 4 RUN is column RUN t + 2 m + e of a line."""
     J: tl.constexpr = x.shape[0]
-    runs = tl.reshape(x, (J, N // (4 * RUN), 4, RUN // 2, 2))
-    return tl.reshape(tl.permute(runs, (0, 1, 3, 2, 4)), (J, N))
+    BESIDE: tl.constexpr = WARPS * 16 // R if R < 64 else 1
+    runs = tl.reshape(x, (J, BESIDE, N // (4 * RUN * BESIDE), 4, RUN // 2, 2))
+    return tl.reshape(tl.permute(runs, (0, 2, 4, 1, 3, 5)), (J, N))
 
 
 @triton.jit
@@ -49,12 +51,20 @@ def to_rows(x, R: tl.constexpr, N: tl.constexpr, RUN: tl.constexpr, WARPS: tl.co
     """Lane form -> row form."""
     BESIDE: tl.constexpr = WARPS * 16 // R
     x = tl.reshape(x, (N // (4 * RUN * BESIDE), 2, BESIDE, R // 16, 8, 4, RUN // 2, 2))
-    return tl.reshape(tl.permute(x, (3, 1, 4, 2, 0, 6, 5, 7)), (R, N))
+    if R < 64:
+        x = tl.permute(x, (3, 1, 4, 0, 6, 2, 5, 7))
+    else:
+        x = tl.permute(x, (3, 1, 4, 2, 0, 6, 5, 7))
+    return tl.reshape(x, (R, N))
 
 
 @triton.jit
 def from_rows(x, R: tl.constexpr, N: tl.constexpr, RUN: tl.constexpr, WARPS: tl.constexpr):
     """Row form -> lane form."""
     BESIDE: tl.constexpr = WARPS * 16 // R
-    x = tl.reshape(x, (R // 16, 2, 8, BESIDE, N // (4 * RUN * BESIDE), RUN // 2, 4, 2))
-    return tl.reshape(tl.permute(x, (4, 1, 3, 0, 2, 6, 5, 7)), (R * N // (4 * RUN), 4 * RUN))
+    LINES: tl.constexpr = N // (4 * RUN * BESIDE)
+    if R < 64:
+        x = tl.permute(tl.reshape(x, (R // 16, 2, 8, LINES, RUN // 2, BESIDE, 4, 2)), (3, 1, 5, 0, 2, 6, 4, 7))
+    else:
+        x = tl.permute(tl.reshape(x, (R // 16, 2, 8, BESIDE, LINES, RUN // 2, 4, 2)), (4, 1, 3, 0, 2, 6, 5, 7))
+    return tl.reshape(x, (R * N // (4 * RUN), 4 * RUN))

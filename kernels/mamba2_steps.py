@@ -86,11 +86,14 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
     else:
         flush, programs = Tiles(_dividing(shape.value_dim, 64), min(columns, 64), warps=4), 528
     head, head_programs = None, MULTIPROCESSORS
-    warps = max(4, shape.value_dim // 16, shape.value_dim * shape.key_dim // 2048)  # 64 numbers a lane
-    beside = warps * 16 // shape.value_dim  # warps that share a value row
-    powers = shape.value_dim & (shape.value_dim - 1) == 0 and shape.value_dim >= 64
-    if read_copies.by_head(policy.read_copy) and powers and warps <= 8 and shape.key_dim >= 16 * beside:
-        head = Tiles(shape.value_dim, warps=warps, registers=None if stochastic else 168)
+    height = shape.value_dim if shape.value_dim in (64, 128) else 16
+    warps = max(4, height // 16, height * shape.key_dim // 2048)  # 64 numbers a lane
+    beside = warps * 16 // height  # warps that share a value row
+    held = shape.value_dim * shape.key_dim // (32 * warps)
+    fits = warps <= 8 and shape.key_dim >= 16 * beside and 64 <= shape.value_dim <= 128 and held <= 128
+    if read_copies.by_head(policy.read_copy) and fits:
+        registers = None if stochastic or height < shape.value_dim else 168
+        head = Tiles(height, warps=warps, registers=registers)
         # Beside the reads one block a multiprocessor is best, as long as it does not take longer than they do.
         head_programs *= 2 if stochastic else 1
     return Configuration(step, read, flush, programs, head, head_programs)
@@ -251,10 +254,11 @@ def _flush(
     }
     heads, width = plan.slots.shape[0] * shape.heads, 16 // pool.checkpoint.element_size()
     if chosen.head is not None and _all_bfloat16(pool.k_buffer, pool.d_buffer, *token[1:3]):
-        beside = chosen.head.warps * 16 // shape.value_dim
+        beside = chosen.head.warps * 16 // chosen.head.rows
         _any(flush_head_kernel)[(min(chosen.head_programs, heads),)](
             *arguments,
             **constants,
+            R=chosen.head.rows,
             RUN=min(width, shape.key_dim // (4 * beside)),
             WARPS=chosen.head.warps,
             **_options(chosen.head),

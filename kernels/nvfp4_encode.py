@@ -17,12 +17,14 @@ from quantlab.kernels.arithmetic import INTERPRETED
 
 SMALL: tl.constexpr = tl.constexpr(2.0**-60)
 LIFT: tl.constexpr = tl.constexpr(2.0**60)
+SIGN: tl.constexpr = tl.constexpr(-(2**31))
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-9)
 
 
 @triton.jit
-def e2m1_nearest(x, signed):
-    """Float32 -> E2M1 codes in int32 with the signs of ``signed``, ties to even, saturating.
+def e2m1_total(x):
+    """A float32's bits, ``total``, with round(x) to E2M1, ties to even, saturating, in the low three of
+    total + (total >> 22), whatever the sign of x.
 
     A float32 in [2^23, 2^24) has whole numbers as its grid.  With E = 2^e, e = 0 below 2 and 1 or 2 above, the grid of
     E2M1 at |x| is E / 2, which is that of float32 at 2^22 E: the sum 2^22 E + 3 E + |x|, rounded once, has
@@ -31,9 +33,48 @@ def e2m1_nearest(x, signed):
     """
     magnitude = tl.minimum(tl.abs(x), 6.0)
     power = tl.maximum(magnitude.to(tl.int32, bitcast=True), 0x3F800000) & 0x7F800000
-    total = tl.fma(power.to(tl.float32, bitcast=True), 4194307.0, magnitude).to(tl.int32, bitcast=True)
+    return tl.fma(power.to(tl.float32, bitcast=True), 4194307.0, magnitude).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def e2m1_nearest(x, signed):
+    """Float32 -> E2M1 codes in int32 with the signs of ``signed``, ties to even, saturating."""
+    total = e2m1_total(x)
     code = total + (total >> 22)
     return (code & 7) | ((signed.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def e2m1_tops(x, signed):
+    """The codes of ``e2m1_nearest`` in the top four bits of uint32, whose other bits mean nothing."""
+    top = e2m1_total(x) * ((1 << 28) + (1 << 6))
+    signs = signed.to(tl.int32, bitcast=True) & SIGN
+    return ((top & 0x7FFFFFFF) | signs).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def packed_tops(tops):
+    """``e2m1_tops`` (lines, words, 4 or 8) -> uint32 (lines, words), the first code lowest: one funnel shift a code."""
+    LINES: tl.constexpr = tops.shape[0]
+    WORDS: tl.constexpr = tops.shape[1]
+    if tops.shape[2] == 4:
+        even, odd = tl.split(tl.reshape(tops, (LINES, WORDS, 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        word = (appended(appended(fourth >> 28, third), second) << 4) | (first >> 28)
+    else:
+        low, high = tl.split(tl.permute(tl.reshape(tops, (LINES, WORDS, 2, 4)), (0, 1, 3, 2)))
+        word = packed_tops(high)
+        even, odd = tl.split(tl.reshape(low, (LINES, WORDS, 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        word = appended(appended(appended(appended(word, fourth), third), second), first)
+    return word
+
+
+@triton.jit
+def appended(word, top):
+    return (word << 4) | (top >> 28)
 
 
 @triton.jit
@@ -64,10 +105,24 @@ def block_pointers(base, row, N: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x rounded to nearest, for normal x with a normal reciprocal."""
+    """1 / x rounded to nearest, for x from 2^-126 to 2^126."""
     if not INTERPRETED:
+        # What rcp.rn is within its limits, but without a branch on them.
         result = tl.inline_asm_elementwise(
-            "rcp.rn.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
+            """
+            {
+            .reg .f32 minus, estimate, rest;
+            neg.f32 minus, $1;
+            rcp.approx.ftz.f32 estimate, $1;
+            fma.rn.f32 rest, minus, estimate, 0f3F800000;
+            fma.rn.f32 $0, estimate, rest, estimate;
+            }
+            """,
+            "=f,f",
+            [x],
+            tl.float32,
+            is_pure=True,
+            pack=1,
         )
     else:
         result = tl.math.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
@@ -89,20 +144,26 @@ def quotient(x, divisor, inverse):
 
 
 @triton.jit
-def encode_blocks(values, shared, BLOCK: tl.constexpr):
-    """values of ``block_pointers``, float32, finite, under the global scale ``shared``, a scalar.
+def block_maxima(values):
+    """Largest magnitudes (rows, N / 16) of values of ``block_pointers``, float32."""
+    return tl.max(tl.max(tl.abs(values), 3), 0)
 
-    Returns codes of the same shape, int32, and scales (rows, N / 16), E4M3 codes in int32.
+
+@triton.jit
+def encode_blocks(values, amax, shared, BLOCK: tl.constexpr):
+    """values of ``block_pointers``, float32, finite, and their ``block_maxima`` under the global scale ``shared``, a
+    scalar.
+
+    Returns ``e2m1_tops`` of the same shape, and scales (rows, N / 16), E4M3 codes in int32.
     """
     lift = 1.0
     if shared < SMALL:  # remainders of such numbers would be subnormal; powers of two change no quotient
         lift = LIFT
         values = values * LIFT
-    amax = tl.max(tl.max(tl.abs(values), 3), 0)
-    scales, divisor, inverse = block_scales(amax, shared, lift, BLOCK)
+    scales, divisor, inverse = block_scales(amax * lift, shared, lift, BLOCK)
     divisor = tl.broadcast_to(divisor[None, :, :, None], values.shape)
     inverse = tl.broadcast_to(inverse[None, :, :, None], values.shape)
-    return e2m1_nearest(quotient(values, divisor, inverse), values), scales
+    return e2m1_tops(quotient(values, divisor, inverse), values), scales
 
 
 @triton.jit
@@ -112,24 +173,22 @@ def block_scales(amax, shared, lift, BLOCK: tl.constexpr):
     """
     unit = tl.full(amax.shape, 1.0, tl.float32) * (BLOCK.code_max * shared * lift)
     scales, factor = e4m3_nearest(quotient(amax, unit, reciprocal(unit)))
-    something = amax > 0
-    scales = tl.where(something, tl.maximum(scales, BLOCK.floor_code), 0)
-    factor = tl.maximum(factor, BLOCK.floor_code * SMALLEST_SCALE)
+    if BLOCK.floor_code > 0:
+        something = amax > 0
+        scales = tl.where(something, tl.maximum(scales, BLOCK.floor_code), 0)
+        factor = tl.where(something, tl.maximum(factor, BLOCK.floor_code * SMALLEST_SCALE), 0.0)
     divisor = factor * shared
-    nothing = (divisor == 0) | (amax == 0)
-    divisor = tl.where(nothing, 1.0, divisor * lift)
-    return scales, divisor, tl.where(nothing, 0.0, reciprocal(divisor))
+    inverse = tl.where(divisor == 0, 0.0, reciprocal(divisor * lift))
+    return scales, divisor * lift, inverse
 
 
 @triton.jit
-def pack_words(codes, R: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr):
-    """codes of ``block_pointers``, 4 bits each -> int32 words (2, R, N / 16): half of a block, row, block."""
-    PER_WORD: tl.constexpr = 8 // WIDTH if WIDTH < 8 else 1
+def pack_words(tops, R: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr):
+    """tops of ``block_pointers`` -> int32 words (2, R, N / 16): half of a block, row, block."""
+    BLOCKS: tl.constexpr = R * N // 16
     if WIDTH <= 8:
-        parts = tl.reshape(codes, (2, PER_WORD, R, N // 16, WIDTH))
-        place = 4 * (WIDTH * tl.arange(0, PER_WORD)[:, None] + tl.arange(0, WIDTH)[None, :])
-        words = tl.sum(tl.sum(parts << place[None, :, None, None, :], 4), 1)
+        parts = tl.reshape(tops, (2, 8 // WIDTH, BLOCKS, WIDTH))
+        halves = tl.reshape(tl.permute(parts, (0, 2, 1, 3)), (2, BLOCKS, 8))
     else:
-        parts = tl.reshape(codes, (R, N // 16, 2, 8)) << (4 * tl.arange(0, 8))[None, None, None, :]
-        words = tl.permute(tl.sum(parts, 3), (2, 0, 1))
-    return words
+        halves = tl.permute(tl.reshape(tops, (BLOCKS, 2, 8)), (1, 0, 2))
+    return tl.reshape(packed_tops(halves).to(tl.int32, bitcast=True), (2, R, N // 16))

@@ -30,7 +30,7 @@ DIVIDING = {
     "step_fp8_sr_window_flush",
     "step_fp32_nvfp4_flush_head",
     "step_fp8_sr_nvfp4_flush_head",
-    "step_fp16_nvfp4_value_dim_80_flush",
+    "step_fp16_nvfp4_value_dim_80_flush_head",
     "step_fp8_sr_nvfp4_load",
     "step_gdn_product_fold",
     "step_kda_product_fold",
@@ -49,7 +49,8 @@ SURPRISES = {
     "flushed subnormals, which E2M1 decodes to": r"\b(mul|add|sub|fma)\S*\.ftz",
     "rounding to 16 or 8 bits": r"\bcvt\.r\w+\.(\w+\.)?(bf16|f16|e4m3|e5m2)",
     "registers spilled to memory": r"\.local\b",
-    "approximate division": r"\bdiv\.(full|approx)|\brcp\.(?!rn)",
+    # But for an estimate that ``nvfp4_encode.reciprocal`` refines.
+    "approximate division": r"\bdiv\.(full|approx)|\brcp\.(?!rn|approx\.ftz\.f32 estimate)",
 }
 
 # Products of the window and of a read copy are exact in 16 bits; tokens, records and outputs are bfloat16.
