@@ -227,3 +227,28 @@ def channel_system(
     RAW: tl.constexpr = beta_buffer is not None
     weight = tl.full((J,), 1.0, tl.float32)
     store_system(system, scores, strengths, weight, strength, L, J, LEVELS, RAW)
+
+
+@triton.jit
+def system_kernel(
+    flush_rows, flush_count, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta, systems,
+    gammas, keys_before, keys_after,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    RING: tl.constexpr, BY_KEY: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """The systems of the heads of the flushing rows.  Without a token (k to beta None) L - 1 records are the whole
+    window.
+    """
+    total = tl.load(flush_count) * H
+    # Invariants of the loop would live in registers all the time.
+    for item in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1, disable_licm=True):
+        if BY_KEY:
+            channel_system(
+                item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta, systems,
+                gammas, keys_before, keys_after, H, G, K, KP, L, J, LEVELS, RING,
+            )  # fmt: skip
+        else:
+            head_system(
+                item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta, systems,
+                gammas, H, G, K, KP, L, J, LEVELS, RING,
+            )  # fmt: skip
