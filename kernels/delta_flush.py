@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from quantlab.kernels import delta_choices as choices
-from quantlab.kernels import read_copies
 from quantlab.kernels.delta_choices import MULTIPROCESSORS, Tuning
 from quantlab.kernels.delta_fold import window_fold_kernel
 from quantlab.kernels.delta_launch import (
@@ -140,10 +139,7 @@ def product_launch(
         "v_buffer": pool.v_buffer,
         **{name: value for name, value in token(inputs).items() if name != "log_decay"},
         "output": output,
-        **{
-            name: getattr(scratch, name)
-            for name in ("largest", "systems", "gammas", "keys_before", "keys_after")
-        },
+        **{name: getattr(scratch, name) for name in ("systems", "gammas", "keys_before", "keys_after")},
         **random(pool),
     }
     constants = {
@@ -156,8 +152,9 @@ def product_launch(
         "GLOBAL": None if copy is None else global_options(),
         "BLOCK": None if copy is None else recipe_of(copy).options,
     }
-    # Sixteen warps on a multiprocessor: a lane holds 64 numbers of a key dim of 128, and twice that does not fit.
-    registers = tuning.fold_registers or (128 if shape.key_dim <= 128 else None)
+    # A lane holds 64 numbers of a key dim of 128, and twice that does not fit.
+    held = 168 if copy is not None else 128
+    registers = tuning.fold_registers or (held if shape.key_dim <= 128 else None)
     programs = choices.fold_programs(pool, inputs, plan.slots.shape[0], tuning)
     return Launch(product_fold_kernel, programs, arguments, constants, choices.options(rows // 16, registers))
 
@@ -173,5 +170,3 @@ def product_fold(
     """Fold, store and encode the windows that are full, without a token (inputs and output None) whole ones."""
     system_launch(pool, inputs, plan, scratch, tuning).run()
     product_launch(pool, inputs, plan, output, scratch, tuning).run()
-    if scratch.largest is not None:
-        read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots, scratch.largest)

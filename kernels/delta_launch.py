@@ -63,7 +63,6 @@ def scratch_of(
     units = heads if by_key else shape.key_heads
     product, held = choices.by_product(pool, inputs, tuning), choices.held(pool)
     tiles = shape.value_dim // choices.fold_rows(pool, inputs, tuning)
-    whole = product and tiles == 1
     factors = None
     if by_key and pool.policy.window > 1 and not product:
         sizes = choices.fold_programs(pool, inputs, batch, tuning), held, shape.key_dim
@@ -74,7 +73,7 @@ def scratch_of(
         halves=memory(units, 4, shape.key_dim, dtype=torch.float16) if copy else None,
         decays=memory(heads, 2),
         vectors=memory(heads, 2, shape.key_dim) if by_key and dense else None,
-        largest=memory(heads, tiles) if read_copies.by_head(pool.policy.read_copy) and not whole else None,
+        largest=memory(heads, tiles) if read_copies.by_head(pool.policy.read_copy) and not product else None,
         factors=factors,
         systems=memory(heads, held, held) if product else None,
         gammas=memory(heads, shape.key_dim if by_key else held) if product else None,

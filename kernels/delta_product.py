@@ -1,4 +1,4 @@
-"""The fold of a delta rule's window as matrix products: rounded, stored and encoded by the program that has the head.
+"""The fold of a delta rule's window as matrix products: rounded, stored and encoded by one program a head.
 
     w d = M (v - S_0 P)        S = S_0 whole + (w d) Q
 
@@ -8,6 +8,9 @@ is three bfloat16 that sum to it, so products on tensor cores keep float32 accur
 the sums' own roundings, otherwise but for terms of 2^-24.
 
 Products are batched, a warp each: those of several warps together would be asynchronous, and of another layout.
+
+An NVFP4 copy's global scale needs all of a head, which four warps do not hold: they fold it tile by tile, and read
+again what they have stored, from cache.  So few warps leave room for the reads beside them.
 """
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
@@ -22,10 +25,9 @@ from quantlab.kernels.decode import e2m1, e4m3, widened
 from quantlab.kernels.delta_pieces import (
     PIECE,
     afresh,
-    block_maxima,
     decoded_lanes,
     decoded_piece,
-    encode_head,
+    encode_rows,
     key_of_place,
     lanes_of_piece,
     operand,
@@ -67,20 +69,20 @@ def copy_along_key(words, scales, first, key, K: tl.constexpr, KP: tl.constexpr,
 
 
 @triton.jit
-def fold_item(
-    item, flush_rows, slots, origin, words, scales, global_scale, code_halves, scale_pairs, checkpoint,
-    checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, largest, systems, gammas, keys_before,
-    keys_after, store_numbers, sequence_ids, seed, random_stream,
+def fold_rows(
+    flush, tile, flush_rows, slots, origin, words, scales, global_scale, checkpoint, checkpoint_scales, k_buffer,
+    d_buffer, v_buffer, q, k, v, beta, output, systems, gammas, keys_before, keys_after, store_numbers, sequence_ids,
+    seed, random_stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr,
-    KEY_COPY: tl.constexpr, ROUNDS: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
+    KEY_COPY: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """See ``product_fold_kernel``."""
+    """Tile of R value rows of head ``flush`` of the flushing rows; returns magnitudes (R, 4) whose largest is that of
+    what is stored.  See ``product_fold_kernel``.
+    """
     HELD: tl.constexpr = L if q is not None else L - 1
-    TILES: tl.constexpr = V // R
     PIECES: tl.constexpr = K // PIECE
     RAW: tl.constexpr = v_buffer is not None
-    flush, tile = item // TILES, item % TILES
     i, h = flush // H, flush % H
     b = tl.load(flush_rows + i)
     slot = tl.load(slots + b).to(tl.int64)
@@ -171,46 +173,53 @@ def fold_item(
     lanes, row_scales = stored_rows(
         lanes, checkpoint, checkpoint_scales, first, counter, names, R, K, STORE, ROUNDS
     )
-    if code_halves is not None:
-        if R < V:
-            most = tl.zeros((R, PIECE), tl.float32)
-            for c in tl.static_range(PIECES):
-                most = tl.maximum(most, tl.abs(decoded_lanes(lanes[c], row_scales, STORE)))
-            tl.store(largest + item, tl.max(most))
-        else:
-            maxima = block_maxima(lanes, row_scales, V, STORE)
-            most = maxima[0]
-            for four in tl.static_range(1, len(maxima)):
-                most = tl.maximum(most, maxima[four])
-            shared, _ = float_scale(tl.max(most), 1.0, GLOBAL)
-            tl.store(global_scale + head, shared)
-            encode_head(lanes, row_scales, maxima, shared, code_halves, scale_pairs, head, V, K, STORE, BLOCK)
+    most = tl.zeros((R, 4), tl.float32)
+    for c in tl.static_range(PIECES):
+        values = tl.abs(decoded_lanes(lanes[c], row_scales, STORE))
+        most = tl.maximum(most, tl.max(tl.reshape(values, (R, 4, PIECE // 4)), 2))
+    return most
 
 
 # Triton would compile anew for a stream that is a multiple of 16.
 @triton.jit(do_not_specialize=("random_stream",))
 def product_fold_kernel(
     flush_rows, flush_count, slots, origin, words, scales, global_scale, code_halves, scale_pairs, checkpoint,
-    checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, largest, systems, gammas, keys_before,
-    keys_after, store_numbers, sequence_ids, seed, random_stream,
+    checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, systems, gammas, keys_before, keys_after,
+    store_numbers, sequence_ids, seed, random_stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr,
     KEY_COPY: tl.constexpr, ROUNDS: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fold, output, round and store R value rows of a head of the flushing rows at a time, R / 16 warps.
+    """Fold, output, round and store R value rows of a head of the flushing rows at a time, R / 16 warps; with an NVFP4
+    copy all of a head one after another, and then the copy.
 
-    With all of a head's rows (R = V) its NVFP4 copy is encoded, too; otherwise ``largest`` (B, H, V / R), at the number
-    of the flush, is the largest stored magnitude of each tile.  words, code_halves, scale_pairs: the copy's codes as
-    int32 and as int16, and its scales as int16; None without a copy.  d are derived again where there is a v_buffer;
-    without one only the token's is missing, whose S k comes from the copy with KEY_COPY.  Without a token (q to output
-    None) L - 1 records are the whole window, and nothing is put out.
+    words, code_halves, scale_pairs: the copy's codes as int32 and as int16, and its scales as int16; None without one.
+    d are derived again where there is a v_buffer; without one only the token's is missing, whose S k comes from the
+    copy with KEY_COPY.  Without a token (q to output None) L - 1 records are the whole window, and nothing is put out.
     """
-    total = tl.load(flush_count) * (H * (V // R))
-    # Invariants of the loop would live in registers all the time.
+    TOGETHER: tl.constexpr = V // R if code_halves is not None else 1
+    ITEMS: tl.constexpr = V // (R * TOGETHER)
+    total = tl.load(flush_count) * (H * ITEMS)
+    # Invariants of the loops would live in registers all the time.
     for item in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1, disable_licm=True):
-        fold_item(
-            item, flush_rows, slots, origin, words, scales, global_scale, code_halves, scale_pairs, checkpoint,
-            checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, largest, systems, gammas,
-            keys_before, keys_after, store_numbers, sequence_ids, seed, random_stream,
-            H, G, V, K, KP, L, J, RING, R, STORE, BY_KEY, KEY_COPY, ROUNDS, GLOBAL, BLOCK,
-        )  # fmt: skip
+        flush, first = item // ITEMS, item % ITEMS * TOGETHER
+        most = tl.zeros((R, 4), tl.float32)
+        for tile in tl.range(first, first + TOGETHER, num_stages=1, disable_licm=True):
+            magnitudes = fold_rows(
+                flush, tile, flush_rows, slots, origin, words, scales, global_scale, checkpoint, checkpoint_scales,
+                k_buffer, d_buffer, v_buffer, q, k, v, beta, output, systems, gammas, keys_before, keys_after,
+                store_numbers, sequence_ids, seed, random_stream,
+                H, G, V, K, KP, L, J, RING, R, STORE, BY_KEY, KEY_COPY, ROUNDS,
+            )  # fmt: skip
+            most = tl.maximum(most, magnitudes)
+        if code_halves is not None:
+            slot = tl.load(slots + tl.load(flush_rows + flush // H)).to(tl.int64)
+            head = slot * H + flush % H
+            shared, _ = float_scale(tl.max(most), 1.0, GLOBAL)
+            tl.debug_barrier()  # other lanes read the rows and the old copy
+            tl.store(global_scale + head, shared)
+            for tile in tl.range(TOGETHER, num_stages=1, disable_licm=True):
+                encode_rows(
+                    checkpoint, checkpoint_scales, head * V + tile * R, shared, code_halves, scale_pairs, R, K, STORE,
+                    BLOCK,
+                )  # fmt: skip
