@@ -78,6 +78,11 @@ def fold_programs(pool: LayerPool, inputs: StepInputs | None, batch: int, tuning
     return min(tuning.fold_programs or MULTIPROCESSORS * held, items)
 
 
+def system_programs(pool: LayerPool, batch: int, tuning: Tuning) -> int:
+    """Programs that share the systems of the heads that flush."""
+    return min(tuning.system_programs or 4 * MULTIPROCESSORS, batch * pool.shape.heads)
+
+
 def long_lanes(pool: LayerPool) -> int:
     """Twice ``LANES_A_ROW`` where a row has 16 bytes for each of them."""
     row_bytes = power_from(pool.shape.key_dim) * pool.checkpoint.element_size()

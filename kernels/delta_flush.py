@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quantlab.kernels import delta_choices as choices
-from quantlab.kernels.delta_choices import MULTIPROCESSORS, Tuning
+from quantlab.kernels.delta_choices import Tuning
 from quantlab.kernels.delta_fold import window_fold_kernel
 from quantlab.kernels.delta_launch import (
     PHILOX_ROUNDS,
@@ -95,7 +95,7 @@ def system_launch(
     tuning: Tuning,
 ) -> Launch:
     """The systems of the windows that are full, of whole ones without a token (inputs None)."""
-    names = "systems", "gammas", "keys_before", "keys_after"
+    names = "systems", "gammas", "keys_before", "keys_after", "factors"
     arguments = {
         **flushing(pool, plan),
         "k_buffer": pool.k_buffer,
@@ -108,11 +108,10 @@ def system_launch(
         **{name: value for name, value in sizes(pool, tuning).items() if name in ("H", "G", "K", "KP")},
         **window_sizes(pool, token=inputs is not None),
         "BY_KEY": choices.by_key(pool),
-        "LEVELS": choices.held(pool).bit_length() - 1,
     }
-    heads = plan.slots.shape[0] * pool.shape.heads
-    programs = min(tuning.system_programs or MULTIPROCESSORS * 12, heads)
-    return Launch(system_kernel, programs, arguments, constants, choices.options(1, 168))
+    warps = choices.held(pool) // 4 if choices.by_key(pool) else 1
+    programs = choices.system_programs(pool, plan.slots.shape[0], tuning)
+    return Launch(system_kernel, programs, arguments, constants, choices.options(warps, None))
 
 
 def product_launch(

@@ -63,10 +63,12 @@ def scratch_of(
     units = heads if by_key else shape.key_heads
     product, held = choices.by_product(pool, inputs, tuning), choices.held(pool)
     tiles = shape.value_dim // choices.fold_rows(pool, inputs, tuning)
-    factors = None
-    if by_key and pool.policy.window > 1 and not product:
-        sizes = choices.fold_programs(pool, inputs, batch, tuning), held, shape.key_dim
-        factors = torch.empty(sizes, dtype=torch.float32, device=pool.device)
+    factors, parts = None, (heads, 3, held, shape.key_dim)
+    if by_key and pool.policy.window > 1:
+        programs = choices.system_programs(pool, batch, tuning)
+        if not product:
+            programs = choices.fold_programs(pool, inputs, batch, tuning)
+        factors = torch.empty((programs, held, shape.key_dim), dtype=torch.float32, device=pool.device)
     return Scratch(
         coefficients=memory(heads, 2, choices.held(pool)),
         parts=memory(heads, 6, choices.held(pool), dtype=torch.bfloat16) if copy else None,
@@ -77,8 +79,8 @@ def scratch_of(
         factors=factors,
         systems=memory(heads, held, held) if product else None,
         gammas=memory(heads, shape.key_dim if by_key else held) if product else None,
-        keys_before=memory(heads, held, shape.key_dim) if product and by_key else None,
-        keys_after=memory(heads, held, shape.key_dim) if product and by_key else None,
+        keys_before=memory(*parts, dtype=torch.bfloat16) if product and by_key else None,
+        keys_after=memory(*parts, dtype=torch.bfloat16) if product and by_key else None,
     )
 
 

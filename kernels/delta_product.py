@@ -47,15 +47,21 @@ ROOT: tl.constexpr = tl.constexpr(2.0**63)
 
 
 @triton.jit
-def wide_keys(keys, L: tl.constexpr, K: tl.constexpr, J: tl.constexpr, FIRST: tl.constexpr):
-    """A piece of a window's float32 keys (J, K), zeros behind the token: (J, PIECE)."""
-    j, column = tl.arange(0, J), key_of_place(tl.arange(0, PIECE)) + FIRST
-    return tl.load(keys + (j[:, None] * K + column[None, :]), mask=(j < L)[:, None], other=0)
+def key_parts(keys, K: tl.constexpr, J: tl.constexpr, FIRST: tl.constexpr):
+    """A piece of a window's decayed keys (3, J, K), see ``store_key_parts``: three parts (J, PIECE)."""
+    at = keys + (tl.arange(0, J)[:, None] * K + tl.arange(0, PIECE)[None, :] + FIRST)
+    return tl.load(at), tl.load(at + J * K), tl.load(at + 2 * J * K)
 
 
 @triton.jit
-def copy_along_key(words, scales, first, key, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr):
-    """(NVFP4 copy) k / global scale in rows first + r of all rows, (R,); key: a pointer to K numbers."""
+def copy_along_key(
+    words, scales, first, key, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, R: tl.constexpr,
+    BY_KEY: tl.constexpr,
+):  # fmt: skip
+    """(NVFP4 copy) k / global scale in rows first + r of all rows, (R,).
+
+    key: a pointer to K numbers, or with BY_KEY to the high part of a row of ``store_key_parts``.
+    """
     r, word = tl.arange(0, R)[:, None], tl.arange(0, KP // 8)[None, :]
     inside = word < K // 8
     codes = tl.load(words + first * (K // 8) + (r * (K // 8) + word), mask=inside, other=0)
@@ -63,8 +69,18 @@ def copy_along_key(words, scales, first, key, K: tl.constexpr, KP: tl.constexpr,
     scale = tl.load(scales + first * (K // 16) + (r * (K // 16) + word // 2), mask=inside, other=0)
     total = tl.zeros((R, KP // 8), tl.float32)
     for position in tl.static_range(8):
-        numbers = widened(tl.load(key + 8 * word + position, mask=inside, other=0)) * ROOT
-        total += e2m1(codes, position) * numbers
+        at = 8 * word + position
+        if BY_KEY:
+            at = (
+                16 * (word // 2)
+                + 4 * (word % 2)
+                + (8 * (position // 2 % 2) + 2 * (position // 4) + position % 2)
+            )
+        numbers = widened(tl.load(key + at, mask=inside, other=0))
+        if BY_KEY:
+            numbers += widened(tl.load(key + J * K + at, mask=inside, other=0))
+            numbers += widened(tl.load(key + 2 * J * K + at, mask=inside, other=0))
+        total += e2m1(codes, position) * (numbers * ROOT)
     return tl.sum(total * ROOT * e4m3(scale), 1)
 
 
@@ -106,7 +122,7 @@ def fold_rows(
     matrix = tl.load(systems + flush * (J * J) + (j[None, :] * J + j[:, None]))
     keys, before_at, after_at = (), None, None
     if BY_KEY:
-        before_at, after_at = keys_before + flush * (J * K), keys_after + flush * (J * K)
+        before_at, after_at = keys_before + flush * (3 * J * K), keys_after + flush * (3 * J * K)
     else:
         gamma = tl.load(gammas + flush * J + j)
         whole = tl.load(gammas + flush * J + HELD - 1)
@@ -119,8 +135,10 @@ def fold_rows(
         for c in tl.static_range(PIECES):
             high, middle, low = three_parts(operand(decoded_piece(stored[c], row_scales, R, STORE), R))
             if BY_KEY:
-                right = tl.trans(wide_keys(before_at, HELD, K, J, c * PIECE))
-                predicted = wide_product(high, middle, low, right, predicted)
+                key_high, key_middle, key_low = key_parts(before_at, K, J, c * PIECE)
+                predicted = wide_product(
+                    high, middle, low, tl.trans(key_high), tl.trans(key_middle), tl.trans(key_low), predicted
+                )
             else:
                 predicted = exact_product(high, middle, low, tl.trans(keys[c]), predicted)
     if predicted is not None and not BY_KEY:
@@ -134,23 +152,24 @@ def fold_rows(
     elif q is not None:
         if KEY_COPY:
             if BY_KEY:
-                along = copy_along_key(words, scales, first, before_at + (L - 1) * K, K, KP, R)
+                along = copy_along_key(words, scales, first, before_at + (L - 1) * K, K, KP, J, R, BY_KEY)
             else:
-                along = copy_along_key(words, scales, first, k + (b * G + g) * K, K, KP, R) * whole
+                along = copy_along_key(words, scales, first, k + (b * G + g) * K, K, KP, J, R, BY_KEY) * whole
             along = tl.reshape(along, (R // 16, 16)) * tl.load(global_scale + head)
         else:
             along = tl.sum(tl.where(last, predicted, 0.0), 2)
         wanted = tl.where(last, (value - along)[:, :, None], wanted)
     high, middle, low = three_parts(wanted)
-    high, middle, low = three_parts(wide_product(high, middle, low, matrix, None))
+    matrix_high, matrix_middle, matrix_low = three_parts(matrix)
+    deltas = wide_product(high, middle, low, matrix_high, matrix_middle, matrix_low, None)
+    high, middle, low = three_parts(deltas)
     pieces = ()
     for c in tl.static_range(PIECES):
         state = decoded_piece(afresh(stored[c]), row_scales, R, STORE)
         if BY_KEY:
             decay = tl.load(gammas + flush * K + (piece_columns(R) + c * PIECE))
-            state = wide_product(
-                high, middle, low, wide_keys(after_at, HELD, K, J, c * PIECE), operand(state * decay, R)
-            )
+            key_high, key_middle, key_low = key_parts(after_at, K, J, c * PIECE)
+            state = wide_product(high, middle, low, key_high, key_middle, key_low, operand(state * decay, R))
         else:
             state = exact_product(high, middle, low, keys[c], operand(state * whole, R))
         pieces += (piece_of_operand(state, R),)

@@ -186,9 +186,8 @@ def exact_product(high, middle, low, right, total):
 
 
 @triton.jit
-def wide_product(high, middle, low, right, total):
-    """total + the ``three_parts`` of a float32 factor @ float32 right, but for terms of 2^-24 of what they sum."""
-    right_high, right_middle, right_low = three_parts(right)
+def wide_product(high, middle, low, right_high, right_middle, right_low, total):
+    """total + the product of two float32 factors, each its ``three_parts``, but for terms of 2^-24 of what they sum."""
     total = each(low, right_high, total)
     total = each(middle, right_middle, total)
     total = each(high, right_low, total)
