@@ -64,6 +64,7 @@ def scratch_of(
     product, held = choices.by_product(pool, inputs, tuning), choices.held(pool)
     tiles = shape.value_dim // choices.fold_rows(pool, inputs, tuning)
     factors, parts = None, (heads, 3, held, shape.key_dim)
+    turned = (heads, 3 if by_key else 1, shape.key_dim, held)
     if by_key and pool.policy.window > 1:
         programs = choices.system_programs(pool, batch, tuning)
         if not product:
@@ -80,7 +81,7 @@ def scratch_of(
         systems=memory(heads, held, held) if product else None,
         gammas=memory(heads, shape.key_dim if by_key else held) if product else None,
         keys_before=memory(*parts, dtype=torch.bfloat16) if product and by_key else None,
-        keys_after=memory(*parts, dtype=torch.bfloat16) if product and by_key else None,
+        keys_after=memory(*turned, dtype=torch.bfloat16) if product else None,
     )
 
 

@@ -139,16 +139,51 @@ def decoded_lanes(codes, row_scales, STORE: tl.constexpr):
 
 @triton.jit
 def operand(x, R: tl.constexpr):
-    """A stored piece as (warps, 16, PIECE), columns as ``key_of_place`` says."""
-    x = tl.reshape(x, (4, 8, R // 16, 2, PIECE // 16, 2, 2))
-    return tl.reshape(tl.permute(x, (2, 3, 1, 4, 5, 0, 6)), (R // 16, 16, PIECE))
+    """A stored piece, of any number of sixteens, as (warps, 16, columns), these as ``key_of_place`` says."""
+    N: tl.constexpr = x.shape[4]
+    x = tl.reshape(x, (4, 8, R // 16, 2, N, 2, 2))
+    return tl.reshape(tl.permute(x, (2, 3, 1, 4, 5, 0, 6)), (R // 16, 16, 16 * N))
 
 
 @triton.jit
 def piece_of_operand(x, R: tl.constexpr):
     """The inverse."""
-    x = tl.reshape(x, (R // 16, 2, 8, PIECE // 16, 2, 4, 2))
-    return tl.reshape(tl.permute(x, (5, 2, 0, 1, 3, 4, 6)), (4, 8, R // 16, 2, PIECE // 16, 4))
+    N: tl.constexpr = x.shape[2] // 16
+    x = tl.reshape(x, (R // 16, 2, 8, N, 2, 4, 2))
+    return tl.reshape(tl.permute(x, (5, 2, 0, 1, 3, 4, 6)), (4, 8, R // 16, 2, N, 4))
+
+
+# The other operand of a product comes from memory as tensor cores take it, too, each warp by itself: nothing passes
+# through shared memory, and no warp waits for another.  Records stand at columns as ``key_of_place`` says.
+
+
+@triton.jit
+def row_of_record(N: tl.constexpr):
+    """N rows in the order of ``key_of_place``, as lanes hold a right operand's: (1, 8, 1, N / 8)."""
+    place = 8 * tl.arange(0, N // 8)[None, None, None, :] + tl.arange(0, 8)[None, :, None, None]
+    return key_of_place(place)
+
+
+@triton.jit
+def columns_of_lane(R: tl.constexpr, N: tl.constexpr):
+    """Columns of 16 that stand in one row, four neighbours a lane: (4, 8, R / 16, N / 8, 4)."""
+    column = 4 * tl.arange(0, 4)[:, None, None, None, None] + tl.arange(0, 4)[None, None, None, None, :]
+    return tl.broadcast_to(column, (4, 8, R // 16, N // 8, 4))
+
+
+@triton.jit
+def right_operand(x, R: tl.constexpr):
+    """x (4, 8, R / 16, N / 8, 4): 16 columns of N rows, as above -> (warps, 16, N)."""
+    EIGHTS: tl.constexpr = x.shape[3]
+    x = tl.reshape(x, (4, 8, R // 16, EIGHTS, 2, 2))
+    return tl.reshape(tl.permute(x, (2, 4, 0, 5, 3, 1)), (R // 16, 16, 8 * EIGHTS))
+
+
+@triton.jit
+def right_piece(x, R: tl.constexpr):
+    """x (4, 8, R / 16, 2, PIECE / 16, 4): a piece of 16 records -> (warps, PIECE, 16)."""
+    x = tl.reshape(x, (4, 8, R // 16, 2, PIECE // 16, 2, 2))
+    return tl.reshape(tl.permute(x, (2, 4, 5, 0, 6, 3, 1)), (R // 16, PIECE, 16))
 
 
 @triton.jit

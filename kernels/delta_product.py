@@ -25,19 +25,21 @@ from quantlab.kernels.decode import e2m1, e4m3, widened
 from quantlab.kernels.delta_pieces import (
     PIECE,
     afresh,
+    columns_of_lane,
     decoded_lanes,
     decoded_piece,
     encode_rows,
-    key_of_place,
     lanes_of_piece,
     operand,
     piece_columns,
     piece_of_operand,
     piece_offsets,
+    right_operand,
+    right_piece,
     row_of_lane,
+    row_of_record,
     stored_rows,
 )
-from quantlab.kernels.delta_systems import keys_of_window
 from quantlab.kernels.delta_window import ring_place
 from quantlab.kernels.packed import exact_product, three_parts, wide_product
 from quantlab.kernels.scales import float_scale
@@ -47,10 +49,9 @@ ROOT: tl.constexpr = tl.constexpr(2.0**63)
 
 
 @triton.jit
-def key_parts(keys, K: tl.constexpr, J: tl.constexpr, FIRST: tl.constexpr):
-    """A piece of a window's decayed keys (3, J, K), see ``store_key_parts``: three parts (J, PIECE)."""
-    at = keys + (tl.arange(0, J)[:, None] * K + tl.arange(0, PIECE)[None, :] + FIRST)
-    return tl.load(at), tl.load(at + J * K), tl.load(at + 2 * J * K)
+def parts_of(at, APART: tl.constexpr):
+    """What ``delta_systems.store_parts`` has stored."""
+    return tl.load(at), tl.load(at + APART), tl.load(at + 2 * APART)
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def copy_along_key(
 ):  # fmt: skip
     """(NVFP4 copy) k / global scale in rows first + r of all rows, (R,).
 
-    key: a pointer to K numbers, or with BY_KEY to the high part of a row of ``store_key_parts``.
+    key: a pointer to K numbers, or with BY_KEY to the first of three parts.
     """
     r, word = tl.arange(0, R)[:, None], tl.arange(0, KP // 8)[None, :]
     inside = word < K // 8
@@ -70,18 +71,25 @@ def copy_along_key(
     total = tl.zeros((R, KP // 8), tl.float32)
     for position in tl.static_range(8):
         at = 8 * word + position
-        if BY_KEY:
-            at = (
-                16 * (word // 2)
-                + 4 * (word % 2)
-                + (8 * (position // 2 % 2) + 2 * (position // 4) + position % 2)
-            )
         numbers = widened(tl.load(key + at, mask=inside, other=0))
         if BY_KEY:
             numbers += widened(tl.load(key + J * K + at, mask=inside, other=0))
             numbers += widened(tl.load(key + 2 * J * K + at, mask=inside, other=0))
         total += e2m1(codes, position) * (numbers * ROOT)
     return tl.sum(total * ROOT * e4m3(scale), 1)
+
+
+@triton.jit
+def window_piece(
+    k_buffer, origin, slot, b, g, k, record, FIRST: tl.constexpr, G: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
+    RING: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Key dims FIRST to FIRST + PIECE of a window's keys, the token's as record L - 1, for ``right_piece``."""
+    column = piece_columns(R) + FIRST
+    at = k_buffer + (((slot * G + g) * RING + ring_place(origin, slot, record, RING)) * K + column)
+    if k is not None:
+        at = tl.where(record == L - 1, k + ((b * G + g) * K + column), at)
+    return tl.load(at, mask=record < (L if k is not None else L - 1), other=0)
 
 
 @triton.jit
@@ -102,7 +110,7 @@ def fold_rows(
     i, h = flush // H, flush % H
     b = tl.load(flush_rows + i)
     slot = tl.load(slots + b).to(tl.int64)
-    g, head, j = h // (H // G), slot * H + h, tl.arange(0, J)
+    g, head = h // (H // G), slot * H + h
     first = head * V + tile * R
     at = checkpoint + first * K + piece_offsets(R, K)
     stored, row_scales = (), None
@@ -110,44 +118,68 @@ def fold_rows(
         stored += (tl.load(at + c * PIECE),)
     if STORE.scale is not None:
         row_scales = tl.load(checkpoint_scales + first + row_of_lane(R))
-    row = tile * R + 16 * tl.arange(0, R // 16)[:, None] + tl.arange(0, 16)[None, :]
+    # The records' numbers, and all vectors over records, as (4, 8, R / 16, 2, 4), which is how a product of 16 columns
+    # leaves them; memory has neighbouring rows side by side, which must not be brought together.
+    record = columns_of_lane(R, 16)
+    row = (
+        16 * tl.arange(0, R // 16)[None, None, :, None, None] + 8 * tl.arange(0, 2)[None, None, None, :, None]
+    )
+    row += tile * R + tl.arange(0, 8)[None, :, None, None, None]
+    held_at = tl.max_contiguous(
+        (head * RING + ring_place(origin, slot, record, RING)) * V + row, [1, 1, 1, 1, 1]
+    )
+    wanted = widened(tl.load((v_buffer if RAW else d_buffer) + held_at, mask=record < L - 1, other=0))
     if q is not None:
-        value = widened(tl.load(v + (b * H + h) * V + row))
-    record = (head * RING + ring_place(origin, slot, j, RING)) * V
-    held_at = record[None, None, :] + row[:, :, None]
-    if RAW:
-        held = tl.load(v_buffer + held_at, mask=(j < L - 1)[None, None, :], other=0)
-    else:
-        held = tl.load(d_buffer + held_at, mask=(j < L - 1)[None, None, :], other=0)
-    matrix = tl.load(systems + flush * (J * J) + (j[None, :] * J + j[:, None]))
-    keys, before_at, after_at = (), None, None
+        value_at = tl.max_contiguous(tl.broadcast_to((b * H + h) * V + row, record.shape), [1, 1, 1, 1, 1])
+        wanted += widened(tl.load(v + value_at, mask=record == L - 1, other=0))
+    right_row = row_of_record(16)[:, :, :, :, None]
+    matrix = tl.load(systems + flush * (J * J) + (right_row * J + record))
+    before_at, after_at = keys_before, keys_after
+    right_at = right_row[:, :, :, :, :, None] * K + piece_columns(R)
     if BY_KEY:
-        before_at, after_at = keys_before + flush * (3 * J * K), keys_after + flush * (3 * J * K)
+        before_at += flush * (3 * J * K)
+        after_at += flush * (3 * J * K)
     else:
-        gamma = tl.load(gammas + flush * J + j)
+        after_at += flush * (J * K)
+        gamma = tl.load(gammas + flush * J + record)
         whole = tl.load(gammas + flush * J + HELD - 1)
-        for c in tl.static_range(PIECES):
-            column = key_of_place(tl.arange(0, PIECE)) + c * PIECE
-            keys += (keys_of_window(k_buffer, origin, slot, b, g, k, column, G, K, L, J, RING),)
 
     predicted = None
     if RAW or (q is not None and not KEY_COPY):
         for c in tl.static_range(PIECES):
             high, middle, low = three_parts(operand(decoded_piece(stored[c], row_scales, R, STORE), R))
             if BY_KEY:
-                key_high, key_middle, key_low = key_parts(before_at, K, J, c * PIECE)
+                key_high, key_middle, key_low = parts_of(before_at + (right_at + c * PIECE), J * K)
                 predicted = wide_product(
-                    high, middle, low, tl.trans(key_high), tl.trans(key_middle), tl.trans(key_low), predicted
+                    high,
+                    middle,
+                    low,
+                    right_piece(key_high, R),
+                    right_piece(key_middle, R),
+                    right_piece(key_low, R),
+                    predicted,
                 )
             else:
-                predicted = exact_product(high, middle, low, tl.trans(keys[c]), predicted)
-    if predicted is not None and not BY_KEY:
-        predicted *= gamma[None, None, :]
-    last = (j == L - 1)[None, None, :]
-    wanted = widened(held)
+                keys = window_piece(
+                    k_buffer,
+                    origin,
+                    slot,
+                    b,
+                    g,
+                    k,
+                    right_row[:, :, :, :, :, None],
+                    c * PIECE,
+                    G,
+                    K,
+                    L,
+                    RING,
+                    R,
+                )
+                predicted = exact_product(high, middle, low, right_piece(keys, R), predicted)
+        predicted = tl.reshape(piece_of_operand(predicted, R), record.shape)
+        if not BY_KEY:
+            predicted *= gamma
     if RAW:
-        if q is not None:
-            wanted = tl.where(last, value[:, :, None], wanted)
         wanted -= predicted
     elif q is not None:
         if KEY_COPY:
@@ -155,23 +187,32 @@ def fold_rows(
                 along = copy_along_key(words, scales, first, before_at + (L - 1) * K, K, KP, J, R, BY_KEY)
             else:
                 along = copy_along_key(words, scales, first, k + (b * G + g) * K, K, KP, J, R, BY_KEY) * whole
-            along = tl.reshape(along, (R // 16, 16)) * tl.load(global_scale + head)
-        else:
-            along = tl.sum(tl.where(last, predicted, 0.0), 2)
-        wanted = tl.where(last, (value - along)[:, :, None], wanted)
-    high, middle, low = three_parts(wanted)
-    matrix_high, matrix_middle, matrix_low = three_parts(matrix)
+            along = tl.reshape(along * tl.load(global_scale + head), (R // 16, 2, 8))
+            predicted = tl.permute(along, (2, 0, 1))[None, :, :, :, None]
+        wanted = tl.where(record == L - 1, wanted - predicted, wanted)
+    high, middle, low = three_parts(operand(wanted[:, :, :, :, None, :], R))
+    matrix_high, matrix_middle, matrix_low = three_parts(right_operand(matrix, R))
     deltas = wide_product(high, middle, low, matrix_high, matrix_middle, matrix_low, None)
     high, middle, low = three_parts(deltas)
+    turned_at = after_at + (row_of_record(PIECE)[:, :, :, :, None] * J + columns_of_lane(R, PIECE))
     pieces = ()
     for c in tl.static_range(PIECES):
         state = decoded_piece(afresh(stored[c]), row_scales, R, STORE)
         if BY_KEY:
             decay = tl.load(gammas + flush * K + (piece_columns(R) + c * PIECE))
-            key_high, key_middle, key_low = key_parts(after_at, K, J, c * PIECE)
-            state = wide_product(high, middle, low, key_high, key_middle, key_low, operand(state * decay, R))
+            key_high, key_middle, key_low = parts_of(turned_at + c * (PIECE * J), J * K)
+            state = wide_product(
+                high,
+                middle,
+                low,
+                right_operand(key_high, R),
+                right_operand(key_middle, R),
+                right_operand(key_low, R),
+                operand(state * decay, R),
+            )
         else:
-            state = exact_product(high, middle, low, keys[c], operand(state * whole, R))
+            keys = right_operand(tl.load(turned_at + c * (PIECE * J)), R)
+            state = exact_product(high, middle, low, keys, operand(state * whole, R))
         pieces += (piece_of_operand(state, R),)
     result = tl.zeros((4, 8, R // 16, 2), tl.float32)
     lanes = ()

@@ -122,11 +122,13 @@ def window_strengths(
 @triton.jit
 def head_system(
     item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta, systems, gammas,
+    keys_after,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr,
 ):  # fmt: skip
     """Head ``item`` of the flushing rows under one decay a head: its matrix M into ``systems`` (B, H, J, J) and gamma
-    into ``gammas`` (B, H, J), at the number of the flush.  Keys and token are bfloat16.
+    into ``gammas`` (B, H, J), at the number of the flush, the keys into ``keys_after`` (B, H, K, J).  Keys and token
+    are bfloat16.
     """
     i, h = item // H, item % H
     b = tl.load(flush_rows + i)
@@ -137,7 +139,10 @@ def head_system(
         strength = widened(tl.load(beta + b * H + h))
     strengths = window_strengths(beta_buffer, origin, slot, h, strength, H, L, J, RING)
     gamma, between, weight = window_decays(log_decay_buffer, origin, slot, b, h, log_decay, H, L, J, RING)
-    keys = keys_of_window(k_buffer, origin, slot, b, g, k, tl.arange(0, KP), G, K, L, J, RING)
+    column = tl.arange(0, KP)
+    keys = keys_of_window(k_buffer, origin, slot, b, g, k, column, G, K, L, J, RING)
+    turned = keys_after + item * (J * K) + (column[:, None] * J + j[None, :])
+    tl.store(turned, tl.trans(keys), mask=(column < K)[:, None])
     scores = product(keys, tl.trans(keys), None) * between
     RAW: tl.constexpr = beta_buffer is not None
     store_system(systems + item * (J * J), scores, strengths, weight, strength, L, J, RAW)
@@ -159,23 +164,12 @@ def record_columns(KP: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def store_key_parts(at, keys, inside, J: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
-    """Keys as three bfloat16 that sum to them, (3, J, K) behind ``at``, in the order of ``key_of_place``."""
-    SIZES: tl.constexpr = (8, 4, J // 4, KP // 32, 2, 2)
-    t = tl.arange(0, 8)[:, None, None, None, None, None]
-    s = tl.arange(0, 4)[None, :, None, None, None, None]
-    w = tl.arange(0, J // 4)[None, None, :, None, None, None]
-    n = tl.arange(0, KP // 32)[None, None, None, :, None, None]
-    eight = tl.arange(0, 2)[None, None, None, None, :, None]
-    place = (
-        32 * n + 16 * (t // 4) + 2 * (t % 4) + 8 * eight + tl.arange(0, 2)[None, None, None, None, None, :]
-    )
-    place += (4 * w + s) * K
-    mask = tl.reshape(inside, SIZES)
+def store_parts(at, keys, inside, APART: tl.constexpr):
+    """float32 keys as three bfloat16 that sum to them, APART apart."""
     high, middle, low = three_parts(keys)
-    tl.store(at + place, tl.reshape(high, SIZES), mask=mask)
-    tl.store(at + J * K + place, tl.reshape(middle, SIZES), mask=mask)
-    tl.store(at + 2 * J * K + place, tl.reshape(low, SIZES), mask=mask)
+    tl.store(at, high, mask=inside)
+    tl.store(at + APART, middle, mask=inside)
+    tl.store(at + 2 * APART, low, mask=inside)
 
 
 @triton.jit
@@ -185,8 +179,9 @@ def channel_system(
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr,
 ):  # fmt: skip
-    """``head_system`` under a decay a key channel: ``gammas`` (B, H, K) of the whole window; and bfloat16
-    (B, H, 3, J, K) each key times the decays up to it in ``keys_before``, and times those behind it in ``keys_after``.
+    """``head_system`` under a decay a key channel: ``gammas`` (B, H, K) of the whole window; and as three bfloat16 each
+    key times the decays up to it in ``keys_before`` (B, H, 3, J, K), and times those behind it in ``keys_after``
+    (B, H, 3, K, J).
 
     factors: float32 (J, K) to work in.  Every lane goes back through the decays of its record's channels by itself.
     """
@@ -229,8 +224,10 @@ def channel_system(
             scores = tl.sum(tl.sum(tl.sum(decayed * key, 4), 3), 0)
             tl.store(system + (row * J + number - 1), scores)
     tl.debug_barrier()
-    store_key_parts(keys_before + item * (3 * J * K), decayed, column < K, J, K, KP)
-    store_key_parts(keys_after + item * (3 * J * K), after, column < K, J, K, KP)
+    store_parts(keys_before + (item * (3 * J * K) + record * K + column), decayed, column < K, J * K)
+    # Of a lane's four neighbours each stands in a row of its own, and must not be brought together for that.
+    turned = tl.max_contiguous(item * (3 * J * K) + column * J + record, [1, 1, 1, 1, 1])
+    store_parts(keys_after + turned, after, column < K, J * K)
     first = (record == 0) & (column < K)
     tl.store(gammas + (item * K + column), tl.broadcast_to(whole, column.shape), mask=first)
     i, j = tl.arange(0, J)[:, None], tl.arange(0, J)[None, :]
@@ -262,5 +259,5 @@ def system_kernel(
         else:
             head_system(
                 item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta, systems,
-                gammas, H, G, K, KP, L, J, RING,
+                gammas, keys_after, H, G, K, KP, L, J, RING,
             )  # fmt: skip

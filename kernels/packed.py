@@ -171,8 +171,8 @@ def product(left, right, total):
 
 @triton.jit
 def each(left, right, total):
-    """``product``; of left (n, rows, columns) each with the same right (columns, m)."""
-    if len(left.shape) == 3:
+    """``product``; of left (n, rows, columns) each with the same right (columns, m), if that has no n."""
+    if len(left.shape) == 3 and len(right.shape) == 2:
         right = tl.broadcast_to(right[None, :, :], (left.shape[0], right.shape[0], right.shape[1]))
     return product(left, right, total)
 
