@@ -312,6 +312,7 @@ class _Runner:
 PARTS = {
     "fold": "flush",
     "flush": "flush",
+    "system": "flush",
     "encode": "encode",
     "step": "step",
     "read": "read",

@@ -53,9 +53,9 @@ def by_product(pool: LayerPool, inputs: StepInputs | None, tuning: Tuning) -> bo
 
 
 def fold_rows(pool: LayerPool, inputs: StepInputs | None, tuning: Tuning) -> int:
-    """Of a product sixteen rows a warp, and eight warps, or a whole head, where the value dim allows it."""
+    """Of a product sixteen rows a warp, and four warps where the value dim allows it."""
     if by_product(pool, inputs, tuning):
-        return tuning.fold_rows or dividing(pool.shape.value_dim, 128)
+        return tuning.fold_rows or dividing(pool.shape.value_dim, 64)
     return tuning.fold_rows or warp_rows(pool)
 
 
@@ -65,13 +65,22 @@ def warp_rows(pool: LayerPool) -> int:
 
 
 def fold_programs(pool: LayerPool, inputs: StepInputs | None, batch: int, tuning: Tuning) -> int:
-    """As many as the multiprocessors of an H200 hold at a time; each has as many tiles as it takes."""
-    rows = fold_rows(pool, inputs, tuning)
-    tiles = batch * pool.shape.heads * (pool.shape.value_dim // rows)
-    held = 16 // (rows // 16) if by_product(pool, inputs, tuning) else 12
-    if by_product(pool, inputs, tuning) and pool.v_buffer is None:
-        held //= 2  # room for the reads beside them
-    return min(tuning.fold_programs or MULTIPROCESSORS * held, tiles)
+    """As many as the multiprocessors of an H200 hold at a time; each has as many tiles as it takes.  Products with a
+    copy, a head a time, leave room for the reads beside them.
+    """
+    rows, product = fold_rows(pool, inputs, tuning), by_product(pool, inputs, tuning)
+    items = batch * pool.shape.heads
+    if product and pool.policy.read_copy is not None:
+        held = 2 if pool.policy.checkpoint.stochastic else 1
+    else:
+        items *= pool.shape.value_dim // rows
+        held = 16 // (rows // 16) if product else 12
+    return min(tuning.fold_programs or MULTIPROCESSORS * held, items)
+
+
+def system_programs(pool: LayerPool, batch: int, tuning: Tuning) -> int:
+    """Programs that share the systems of the heads that flush."""
+    return min(tuning.system_programs or 4 * MULTIPROCESSORS, batch * pool.shape.heads)
 
 
 def long_lanes(pool: LayerPool) -> int:

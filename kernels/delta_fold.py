@@ -18,7 +18,6 @@ import triton.language as tl
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.checkpoints import over_rows
 from quantlab.kernels.decode import widened
-from quantlab.kernels.delta_systems import channel_system, head_system
 from quantlab.kernels.delta_tiles import (
     copy_tile,
     dense_tile,
@@ -30,10 +29,9 @@ from quantlab.kernels.delta_tiles import (
 from quantlab.kernels.delta_window import (
     channel_coefficients,
     channel_decays,
-    channel_window,
     head_coefficients,
-    head_window,
     newest_first,
+    one_window,
     ring_place,
 )
 
@@ -229,15 +227,14 @@ def fold_tile(
 def window_fold_kernel(
     positions, slots, flush_rows, flush_count, origin, codes, scales, global_scale, checkpoint, checkpoint_scales,
     k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, coefficients, parts,
-    halves, decays, vectors, largest, factors, systems, gammas, keys_before, keys_after, store_numbers, sequence_ids,
-    seed, random_stream, folds,
+    halves, decays, vectors, largest, factors, store_numbers, sequence_ids, seed, random_stream, folds,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, INNER: tl.constexpr, HEADS: tl.constexpr,
     SIZE: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr,
-    ROUNDS: tl.constexpr, PRODUCT: tl.constexpr, LEVELS: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """The first ``folds`` programs share the tiles of the rows that flush, or with PRODUCT prepare the systems that
-    ``delta_product`` folds with; the others prepare the windows of the other rows.
+    """The first ``folds`` programs share the tiles of the rows that flush; the others prepare the windows of the other
+    rows.
 
     largest: float32 (B, H, V / R), at the number of the flush; None without a copy.  factors: float32 (folds, J, K) to
     work in; None unless BY_KEY.  KEY_COPY: whether the copy serves
@@ -246,37 +243,20 @@ def window_fold_kernel(
     """
     pid = tl.program_id(0)
     if pid < folds:
-        TILES: tl.constexpr = 1 if PRODUCT else V // R
-        total = tl.load(flush_count) * (H * TILES)
+        total = tl.load(flush_count) * (H * (V // R))
         # Invariants of the loop would live in registers all the time.
         for item in tl.range(pid, total, folds, num_stages=1, disable_licm=True):
-            if PRODUCT and BY_KEY:
-                channel_system(
-                    item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta,
-                    systems, gammas, keys_before, keys_after, H, G, K, KP, L, J, LEVELS, RING,
-                )  # fmt: skip
-            elif PRODUCT:
-                head_system(
-                    item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta,
-                    systems, gammas, H, G, K, KP, L, J, LEVELS, RING,
-                )  # fmt: skip
-            else:
-                fold_tile(
-                    item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, checkpoint_scales,
-                    k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output,
-                    largest, None if factors is None else factors + pid * (J * K), store_numbers, sequence_ids, seed,
-                    random_stream,
-                    H, G, V, K, KP, L, J, RING, R, LANES, INNER, STORE, BY_KEY, KEY_COPY, OUTPUT_COPY, ROUNDS,
-                )  # fmt: skip
+            fold_tile(
+                item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, checkpoint_scales, k_buffer,
+                d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest,
+                None if factors is None else factors + pid * (J * K), store_numbers, sequence_ids, seed,
+                random_stream,
+                H, G, V, K, KP, L, J, RING, R, LANES, INNER, STORE, BY_KEY, KEY_COPY, OUTPUT_COPY, ROUNDS,
+            )  # fmt: skip
     elif q is None or L == 1:  # no window to read
         pass
-    elif BY_KEY:
-        channel_window(
-            pid - folds, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
-            coefficients, parts, halves, decays, vectors, H, G, K, KP, L, J, RING, SIZE, KEY_COPY,
-        )  # fmt: skip
     else:
-        head_window(
+        one_window(
             pid - folds, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
-            coefficients, parts, halves, decays, H, G, K, KP, L, J, RING, HEADS, SIZE, KEY_COPY,
+            coefficients, parts, halves, decays, vectors, H, G, K, KP, L, J, RING, HEADS, SIZE, BY_KEY, KEY_COPY,
         )  # fmt: skip

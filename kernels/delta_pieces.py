@@ -96,16 +96,51 @@ def decoded_piece(codes, row_scales, R: tl.constexpr, STORE: tl.constexpr):
 
 @triton.jit
 def operand(x, R: tl.constexpr):
-    """A stored piece as (warps, 16, PIECE), columns as ``key_of_place`` says."""
-    x = tl.reshape(x, (4, 8, R // 16, 2, PIECE // 16, 2, 2))
-    return tl.reshape(tl.permute(x, (2, 3, 1, 4, 5, 0, 6)), (R // 16, 16, PIECE))
+    """A stored piece, of any number of sixteens, as (warps, 16, columns), these as ``key_of_place`` says."""
+    N: tl.constexpr = x.shape[4]
+    x = tl.reshape(x, (4, 8, R // 16, 2, N, 2, 2))
+    return tl.reshape(tl.permute(x, (2, 3, 1, 4, 5, 0, 6)), (R // 16, 16, 16 * N))
 
 
 @triton.jit
 def piece_of_operand(x, R: tl.constexpr):
     """The inverse."""
-    x = tl.reshape(x, (R // 16, 2, 8, PIECE // 16, 2, 4, 2))
-    return tl.reshape(tl.permute(x, (5, 2, 0, 1, 3, 4, 6)), (4, 8, R // 16, 2, PIECE // 16, 4))
+    N: tl.constexpr = x.shape[2] // 16
+    x = tl.reshape(x, (R // 16, 2, 8, N, 2, 4, 2))
+    return tl.reshape(tl.permute(x, (5, 2, 0, 1, 3, 4, 6)), (4, 8, R // 16, 2, N, 4))
+
+
+# The other operand of a product comes from memory as tensor cores take it, too, each warp by itself: nothing passes
+# through shared memory, and no warp waits for another.  Records stand at columns as ``key_of_place`` says.
+
+
+@triton.jit
+def row_of_record(N: tl.constexpr):
+    """N rows in the order of ``key_of_place``, as lanes hold a right operand's: (1, 8, 1, N / 8)."""
+    place = 8 * tl.arange(0, N // 8)[None, None, None, :] + tl.arange(0, 8)[None, :, None, None]
+    return key_of_place(place)
+
+
+@triton.jit
+def columns_of_lane(R: tl.constexpr, N: tl.constexpr):
+    """Columns of 16 that stand in one row, four neighbours a lane: (4, 8, R / 16, N / 8, 4)."""
+    column = 4 * tl.arange(0, 4)[:, None, None, None, None] + tl.arange(0, 4)[None, None, None, None, :]
+    return tl.broadcast_to(column, (4, 8, R // 16, N // 8, 4))
+
+
+@triton.jit
+def right_operand(x, R: tl.constexpr):
+    """x (4, 8, R / 16, N / 8, 4): 16 columns of N rows, as above -> (warps, 16, N)."""
+    EIGHTS: tl.constexpr = x.shape[3]
+    x = tl.reshape(x, (4, 8, R // 16, EIGHTS, 2, 2))
+    return tl.reshape(tl.permute(x, (2, 4, 0, 5, 3, 1)), (R // 16, 16, 8 * EIGHTS))
+
+
+@triton.jit
+def right_piece(x, R: tl.constexpr):
+    """x (4, 8, R / 16, 2, PIECE / 16, 4): a piece of 16 records -> (warps, PIECE, 16)."""
+    x = tl.reshape(x, (4, 8, R // 16, 2, PIECE // 16, 2, 2))
+    return tl.reshape(tl.permute(x, (2, 4, 5, 0, 6, 3, 1)), (R // 16, PIECE, 16))
 
 
 @triton.jit
@@ -202,17 +237,17 @@ def general_codes(x, words, STORE: tl.constexpr):
 
 
 @triton.jit
-def block_maxima(pieces, row_scales, V: tl.constexpr, STORE: tl.constexpr):
-    """Largest magnitudes of the blocks of a whole head (``lanes``): one (4, V, PIECE / 16) for every four pieces.
+def block_maxima(pieces, row_scales, R: tl.constexpr, STORE: tl.constexpr):
+    """Largest magnitudes of the blocks of whole rows (``lanes``): one (4, R, PIECE / 16) for every four pieces.
 
     Four lanes share a block, so each gets those of another piece's to derive scales from.
     """
     found = ()
     t = tl.arange(0, 4)[:, None, None]
     for four in tl.static_range(0, len(pieces), 4):
-        amax = tl.zeros((4, V, PIECE // 16), tl.float32)
+        amax = tl.zeros((4, R, PIECE // 16), tl.float32)
         for c in tl.static_range(four, min(four + 4, len(pieces))):
-            blocks = tl.reshape(decoded_lanes(pieces[c], row_scales, STORE), (V, 4, PIECE // 16, 4))
+            blocks = tl.reshape(decoded_lanes(pieces[c], row_scales, STORE), (R, 4, PIECE // 16, 4))
             largest = tl.max(tl.max(tl.abs(blocks), 3), 1)
             amax = tl.where(t == c - four, largest[None, :, :], amax)
         found += (amax,)
@@ -220,21 +255,28 @@ def block_maxima(pieces, row_scales, V: tl.constexpr, STORE: tl.constexpr):
 
 
 @triton.jit
-def encode_head(
-    pieces, row_scales, maxima, shared, code_halves, scale_pairs, head, V: tl.constexpr, K: tl.constexpr,
+def encode_rows(
+    checkpoint, checkpoint_scales, first, shared, code_halves, scale_pairs, R: tl.constexpr, K: tl.constexpr,
     STORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The read copy of a whole head from its pieces (``lanes``) and their ``block_maxima`` under the global scale.
+    """The read copy of R whole value rows from ``first`` on, from what is stored of them, under the global scale.
 
     code_halves: int16, four codes each.  scale_pairs: int16, two scales each.
     """
     PIECES: tl.constexpr = K // PIECE
     SIXTEENS: tl.constexpr = PIECE // 16
-    t, row, n, place = tl.arange(0, 4), row_of_lane(V), tl.arange(0, SIXTEENS), tl.arange(0, 4)
+    at = checkpoint + first * K + piece_offsets(R, K)
+    pieces, row_scales = (), None
+    for c in tl.static_range(PIECES):
+        pieces += (lanes_of_piece(tl.load(at + c * PIECE), R),)
+    if STORE.scale is not None:
+        row_scales = tl.load(checkpoint_scales + first + row_of_lane(R))
+    maxima = block_maxima(pieces, row_scales, R, STORE)
+    t, row, n, place = tl.arange(0, 4), row_of_lane(R), tl.arange(0, SIXTEENS), tl.arange(0, 4)
     lift = tl.where(shared < SMALL, LIFT, 1.0)
     inner = row[:, None] * (K // 4) + 4 * n[None, :]
-    half_at = code_halves + head * (V * K // 4) + (t[:, None, None] + inner[None, :, :])
-    pair_at = scale_pairs + head * (V * K // 32) + row[None, :] * (K // 32) + t[:, None]
+    half_at = code_halves + first * (K // 4) + (t[:, None, None] + inner[None, :, :])
+    pair_at = scale_pairs + first * (K // 32) + (row[None, :] * (K // 32) + t[:, None])
     for four in tl.static_range(0, PIECES, 4):
         scales, divisors, inverses = block_scales(maxima[four // 4] * lift, shared, lift, BLOCK)
         pairs = tl.sum(scales << (8 * n)[None, None, :], 2)
@@ -244,7 +286,7 @@ def encode_head(
             divisor = tl.sum(tl.where(own, divisors, 0.0), 0)
             inverse = tl.sum(tl.where(own, inverses, 0.0), 0)
             values = decoded_lanes(afresh(pieces[c]), row_scales, STORE)
-            blocks = tl.permute(tl.reshape(values, (V, 4, SIXTEENS, 4)), (1, 0, 2, 3))
+            blocks = tl.permute(tl.reshape(values, (R, 4, SIXTEENS, 4)), (1, 0, 2, 3))
             if shared < SMALL:  # remainders would be subnormal
                 blocks *= LIFT
             divisor = tl.broadcast_to(divisor[None, :, :, None], blocks.shape)

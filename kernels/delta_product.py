@@ -1,4 +1,4 @@
-"""The fold of a delta rule's window as matrix products: rounded, stored and encoded by the program that has the head.
+"""The fold of a delta rule's window as matrix products: rounded, stored and encoded by one program a head.
 
     w d = M (v - S_0 P)        S = S_0 whole + (w d) Q
 
@@ -8,6 +8,9 @@ is three bfloat16 that sum to it, so products on tensor cores keep float32 accur
 the sums' own roundings, otherwise but for terms of 2^-24.
 
 Products are batched, a warp each: those of several warps together would be asynchronous, and of another layout.
+
+An NVFP4 copy's global scale needs all of a head, which four warps do not hold: they fold it tile by tile, and read
+again what they have stored, from cache.  So few warps leave room for the reads beside them.
 """
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
@@ -22,20 +25,21 @@ from quantlab.kernels.decode import e2m1, e4m3, widened
 from quantlab.kernels.delta_pieces import (
     PIECE,
     afresh,
-    block_maxima,
+    columns_of_lane,
     decoded_lanes,
     decoded_piece,
-    encode_head,
-    key_of_place,
+    encode_rows,
     lanes_of_piece,
     operand,
     piece_columns,
     piece_of_operand,
     piece_offsets,
+    right_operand,
+    right_piece,
     row_of_lane,
+    row_of_record,
     stored_rows,
 )
-from quantlab.kernels.delta_systems import keys_of_window
 from quantlab.kernels.delta_window import ring_place
 from quantlab.kernels.packed import exact_product, three_parts, wide_product
 from quantlab.kernels.scales import float_scale
@@ -45,15 +49,20 @@ ROOT: tl.constexpr = tl.constexpr(2.0**63)
 
 
 @triton.jit
-def wide_keys(keys, L: tl.constexpr, K: tl.constexpr, J: tl.constexpr, FIRST: tl.constexpr):
-    """A piece of a window's float32 keys (J, K), zeros behind the token: (J, PIECE)."""
-    j, column = tl.arange(0, J), key_of_place(tl.arange(0, PIECE)) + FIRST
-    return tl.load(keys + (j[:, None] * K + column[None, :]), mask=(j < L)[:, None], other=0)
+def parts_of(at, APART: tl.constexpr):
+    """What ``delta_systems.store_parts`` has stored."""
+    return tl.load(at), tl.load(at + APART), tl.load(at + 2 * APART)
 
 
 @triton.jit
-def copy_along_key(words, scales, first, key, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr):
-    """(NVFP4 copy) k / global scale in rows first + r of all rows, (R,); key: a pointer to K numbers."""
+def copy_along_key(
+    words, scales, first, key, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, R: tl.constexpr,
+    BY_KEY: tl.constexpr,
+):  # fmt: skip
+    """(NVFP4 copy) k / global scale in rows first + r of all rows, (R,).
+
+    key: a pointer to K numbers, or with BY_KEY to the first of three parts.
+    """
     r, word = tl.arange(0, R)[:, None], tl.arange(0, KP // 8)[None, :]
     inside = word < K // 8
     codes = tl.load(words + first * (K // 8) + (r * (K // 8) + word), mask=inside, other=0)
@@ -61,30 +70,47 @@ def copy_along_key(words, scales, first, key, K: tl.constexpr, KP: tl.constexpr,
     scale = tl.load(scales + first * (K // 16) + (r * (K // 16) + word // 2), mask=inside, other=0)
     total = tl.zeros((R, KP // 8), tl.float32)
     for position in tl.static_range(8):
-        numbers = widened(tl.load(key + 8 * word + position, mask=inside, other=0)) * ROOT
-        total += e2m1(codes, position) * numbers
+        at = 8 * word + position
+        numbers = widened(tl.load(key + at, mask=inside, other=0))
+        if BY_KEY:
+            numbers += widened(tl.load(key + J * K + at, mask=inside, other=0))
+            numbers += widened(tl.load(key + 2 * J * K + at, mask=inside, other=0))
+        total += e2m1(codes, position) * (numbers * ROOT)
     return tl.sum(total * ROOT * e4m3(scale), 1)
 
 
 @triton.jit
-def fold_item(
-    item, flush_rows, slots, origin, words, scales, global_scale, code_halves, scale_pairs, checkpoint,
-    checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, largest, systems, gammas, keys_before,
-    keys_after, store_numbers, sequence_ids, seed, random_stream,
+def window_piece(
+    k_buffer, origin, slot, b, g, k, record, FIRST: tl.constexpr, G: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
+    RING: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Key dims FIRST to FIRST + PIECE of a window's keys, the token's as record L - 1, for ``right_piece``."""
+    column = piece_columns(R) + FIRST
+    at = k_buffer + (((slot * G + g) * RING + ring_place(origin, slot, record, RING)) * K + column)
+    if k is not None:
+        at = tl.where(record == L - 1, k + ((b * G + g) * K + column), at)
+    return tl.load(at, mask=record < (L if k is not None else L - 1), other=0)
+
+
+@triton.jit
+def fold_rows(
+    flush, tile, flush_rows, slots, origin, words, scales, global_scale, checkpoint, checkpoint_scales, k_buffer,
+    d_buffer, v_buffer, q, k, v, beta, output, systems, gammas, keys_before, keys_after, store_numbers, sequence_ids,
+    seed, random_stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr,
-    KEY_COPY: tl.constexpr, ROUNDS: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
+    KEY_COPY: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """See ``product_fold_kernel``."""
+    """Tile of R value rows of head ``flush`` of the flushing rows; returns magnitudes (R, 4) whose largest is that of
+    what is stored.  See ``product_fold_kernel``.
+    """
     HELD: tl.constexpr = L if q is not None else L - 1
-    TILES: tl.constexpr = V // R
     PIECES: tl.constexpr = K // PIECE
     RAW: tl.constexpr = v_buffer is not None
-    flush, tile = item // TILES, item % TILES
     i, h = flush // H, flush % H
     b = tl.load(flush_rows + i)
     slot = tl.load(slots + b).to(tl.int64)
-    g, head, j = h // (H // G), slot * H + h, tl.arange(0, J)
+    g, head = h // (H // G), slot * H + h
     first = head * V + tile * R
     at = checkpoint + first * K + piece_offsets(R, K)
     stored, row_scales = (), None
@@ -92,65 +118,101 @@ def fold_item(
         stored += (tl.load(at + c * PIECE),)
     if STORE.scale is not None:
         row_scales = tl.load(checkpoint_scales + first + row_of_lane(R))
-    row = tile * R + 16 * tl.arange(0, R // 16)[:, None] + tl.arange(0, 16)[None, :]
+    # The records' numbers, and all vectors over records, as (4, 8, R / 16, 2, 4), which is how a product of 16 columns
+    # leaves them; memory has neighbouring rows side by side, which must not be brought together.
+    record = columns_of_lane(R, 16)
+    row = (
+        16 * tl.arange(0, R // 16)[None, None, :, None, None] + 8 * tl.arange(0, 2)[None, None, None, :, None]
+    )
+    row += tile * R + tl.arange(0, 8)[None, :, None, None, None]
+    held_at = tl.max_contiguous(
+        (head * RING + ring_place(origin, slot, record, RING)) * V + row, [1, 1, 1, 1, 1]
+    )
+    wanted = widened(tl.load((v_buffer if RAW else d_buffer) + held_at, mask=record < L - 1, other=0))
     if q is not None:
-        value = widened(tl.load(v + (b * H + h) * V + row))
-    record = (head * RING + ring_place(origin, slot, j, RING)) * V
-    held_at = record[None, None, :] + row[:, :, None]
-    if RAW:
-        held = tl.load(v_buffer + held_at, mask=(j < L - 1)[None, None, :], other=0)
-    else:
-        held = tl.load(d_buffer + held_at, mask=(j < L - 1)[None, None, :], other=0)
-    matrix = tl.load(systems + flush * (J * J) + (j[None, :] * J + j[:, None]))
-    keys, before_at, after_at = (), None, None
+        value_at = tl.max_contiguous(tl.broadcast_to((b * H + h) * V + row, record.shape), [1, 1, 1, 1, 1])
+        wanted += widened(tl.load(v + value_at, mask=record == L - 1, other=0))
+    right_row = row_of_record(16)[:, :, :, :, None]
+    matrix = tl.load(systems + flush * (J * J) + (right_row * J + record))
+    before_at, after_at = keys_before, keys_after
+    right_at = right_row[:, :, :, :, :, None] * K + piece_columns(R)
     if BY_KEY:
-        before_at, after_at = keys_before + flush * (J * K), keys_after + flush * (J * K)
+        before_at += flush * (3 * J * K)
+        after_at += flush * (3 * J * K)
     else:
-        gamma = tl.load(gammas + flush * J + j)
+        after_at += flush * (J * K)
+        gamma = tl.load(gammas + flush * J + record)
         whole = tl.load(gammas + flush * J + HELD - 1)
-        for c in tl.static_range(PIECES):
-            column = key_of_place(tl.arange(0, PIECE)) + c * PIECE
-            keys += (keys_of_window(k_buffer, origin, slot, b, g, k, column, G, K, L, J, RING),)
 
     predicted = None
     if RAW or (q is not None and not KEY_COPY):
         for c in tl.static_range(PIECES):
             high, middle, low = three_parts(operand(decoded_piece(stored[c], row_scales, R, STORE), R))
             if BY_KEY:
-                right = tl.trans(wide_keys(before_at, HELD, K, J, c * PIECE))
-                predicted = wide_product(high, middle, low, right, predicted)
+                key_high, key_middle, key_low = parts_of(before_at + (right_at + c * PIECE), J * K)
+                predicted = wide_product(
+                    high,
+                    middle,
+                    low,
+                    right_piece(key_high, R),
+                    right_piece(key_middle, R),
+                    right_piece(key_low, R),
+                    predicted,
+                )
             else:
-                predicted = exact_product(high, middle, low, tl.trans(keys[c]), predicted)
-    if predicted is not None and not BY_KEY:
-        predicted *= gamma[None, None, :]
-    last = (j == L - 1)[None, None, :]
-    wanted = widened(held)
+                keys = window_piece(
+                    k_buffer,
+                    origin,
+                    slot,
+                    b,
+                    g,
+                    k,
+                    right_row[:, :, :, :, :, None],
+                    c * PIECE,
+                    G,
+                    K,
+                    L,
+                    RING,
+                    R,
+                )
+                predicted = exact_product(high, middle, low, right_piece(keys, R), predicted)
+        predicted = tl.reshape(piece_of_operand(predicted, R), record.shape)
+        if not BY_KEY:
+            predicted *= gamma
     if RAW:
-        if q is not None:
-            wanted = tl.where(last, value[:, :, None], wanted)
         wanted -= predicted
     elif q is not None:
         if KEY_COPY:
             if BY_KEY:
-                along = copy_along_key(words, scales, first, before_at + (L - 1) * K, K, KP, R)
+                along = copy_along_key(words, scales, first, before_at + (L - 1) * K, K, KP, J, R, BY_KEY)
             else:
-                along = copy_along_key(words, scales, first, k + (b * G + g) * K, K, KP, R) * whole
-            along = tl.reshape(along, (R // 16, 16)) * tl.load(global_scale + head)
-        else:
-            along = tl.sum(tl.where(last, predicted, 0.0), 2)
-        wanted = tl.where(last, (value - along)[:, :, None], wanted)
-    high, middle, low = three_parts(wanted)
-    high, middle, low = three_parts(wide_product(high, middle, low, matrix, None))
+                along = copy_along_key(words, scales, first, k + (b * G + g) * K, K, KP, J, R, BY_KEY) * whole
+            along = tl.reshape(along * tl.load(global_scale + head), (R // 16, 2, 8))
+            predicted = tl.permute(along, (2, 0, 1))[None, :, :, :, None]
+        wanted = tl.where(record == L - 1, wanted - predicted, wanted)
+    high, middle, low = three_parts(operand(wanted[:, :, :, :, None, :], R))
+    matrix_high, matrix_middle, matrix_low = three_parts(right_operand(matrix, R))
+    deltas = wide_product(high, middle, low, matrix_high, matrix_middle, matrix_low, None)
+    high, middle, low = three_parts(deltas)
+    turned_at = after_at + (row_of_record(PIECE)[:, :, :, :, None] * J + columns_of_lane(R, PIECE))
     pieces = ()
     for c in tl.static_range(PIECES):
         state = decoded_piece(afresh(stored[c]), row_scales, R, STORE)
         if BY_KEY:
             decay = tl.load(gammas + flush * K + (piece_columns(R) + c * PIECE))
+            key_high, key_middle, key_low = parts_of(turned_at + c * (PIECE * J), J * K)
             state = wide_product(
-                high, middle, low, wide_keys(after_at, HELD, K, J, c * PIECE), operand(state * decay, R)
+                high,
+                middle,
+                low,
+                right_operand(key_high, R),
+                right_operand(key_middle, R),
+                right_operand(key_low, R),
+                operand(state * decay, R),
             )
         else:
-            state = exact_product(high, middle, low, keys[c], operand(state * whole, R))
+            keys = right_operand(tl.load(turned_at + c * (PIECE * J)), R)
+            state = exact_product(high, middle, low, keys, operand(state * whole, R))
         pieces += (piece_of_operand(state, R),)
     result = tl.zeros((4, 8, R // 16, 2), tl.float32)
     lanes = ()
@@ -171,46 +233,53 @@ def fold_item(
     lanes, row_scales = stored_rows(
         lanes, checkpoint, checkpoint_scales, first, counter, names, R, K, STORE, ROUNDS
     )
-    if code_halves is not None:
-        if R < V:
-            most = tl.zeros((R, PIECE), tl.float32)
-            for c in tl.static_range(PIECES):
-                most = tl.maximum(most, tl.abs(decoded_lanes(lanes[c], row_scales, STORE)))
-            tl.store(largest + item, tl.max(most))
-        else:
-            maxima = block_maxima(lanes, row_scales, V, STORE)
-            most = maxima[0]
-            for four in tl.static_range(1, len(maxima)):
-                most = tl.maximum(most, maxima[four])
-            shared, _ = float_scale(tl.max(most), 1.0, GLOBAL)
-            tl.store(global_scale + head, shared)
-            encode_head(lanes, row_scales, maxima, shared, code_halves, scale_pairs, head, V, K, STORE, BLOCK)
+    most = tl.zeros((R, 4), tl.float32)
+    for c in tl.static_range(PIECES):
+        values = tl.abs(decoded_lanes(lanes[c], row_scales, STORE))
+        most = tl.maximum(most, tl.max(tl.reshape(values, (R, 4, PIECE // 4)), 2))
+    return most
 
 
 # Triton would compile anew for a stream that is a multiple of 16.
 @triton.jit(do_not_specialize=("random_stream",))
 def product_fold_kernel(
     flush_rows, flush_count, slots, origin, words, scales, global_scale, code_halves, scale_pairs, checkpoint,
-    checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, largest, systems, gammas, keys_before,
-    keys_after, store_numbers, sequence_ids, seed, random_stream,
+    checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, systems, gammas, keys_before, keys_after,
+    store_numbers, sequence_ids, seed, random_stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr,
     KEY_COPY: tl.constexpr, ROUNDS: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fold, output, round and store R value rows of a head of the flushing rows at a time, R / 16 warps.
+    """Fold, output, round and store R value rows of a head of the flushing rows at a time, R / 16 warps; with an NVFP4
+    copy all of a head one after another, and then the copy.
 
-    With all of a head's rows (R = V) its NVFP4 copy is encoded, too; otherwise ``largest`` (B, H, V / R), at the number
-    of the flush, is the largest stored magnitude of each tile.  words, code_halves, scale_pairs: the copy's codes as
-    int32 and as int16, and its scales as int16; None without a copy.  d are derived again where there is a v_buffer;
-    without one only the token's is missing, whose S k comes from the copy with KEY_COPY.  Without a token (q to output
-    None) L - 1 records are the whole window, and nothing is put out.
+    words, code_halves, scale_pairs: the copy's codes as int32 and as int16, and its scales as int16; None without one.
+    d are derived again where there is a v_buffer; without one only the token's is missing, whose S k comes from the
+    copy with KEY_COPY.  Without a token (q to output None) L - 1 records are the whole window, and nothing is put out.
     """
-    total = tl.load(flush_count) * (H * (V // R))
-    # Invariants of the loop would live in registers all the time.
+    TOGETHER: tl.constexpr = V // R if code_halves is not None else 1
+    ITEMS: tl.constexpr = V // (R * TOGETHER)
+    total = tl.load(flush_count) * (H * ITEMS)
+    # Invariants of the loops would live in registers all the time.
     for item in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1, disable_licm=True):
-        fold_item(
-            item, flush_rows, slots, origin, words, scales, global_scale, code_halves, scale_pairs, checkpoint,
-            checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, largest, systems, gammas,
-            keys_before, keys_after, store_numbers, sequence_ids, seed, random_stream,
-            H, G, V, K, KP, L, J, RING, R, STORE, BY_KEY, KEY_COPY, ROUNDS, GLOBAL, BLOCK,
-        )  # fmt: skip
+        flush, first = item // ITEMS, item % ITEMS * TOGETHER
+        most = tl.zeros((R, 4), tl.float32)
+        for tile in tl.range(first, first + TOGETHER, num_stages=1, disable_licm=True):
+            magnitudes = fold_rows(
+                flush, tile, flush_rows, slots, origin, words, scales, global_scale, checkpoint, checkpoint_scales,
+                k_buffer, d_buffer, v_buffer, q, k, v, beta, output, systems, gammas, keys_before, keys_after,
+                store_numbers, sequence_ids, seed, random_stream,
+                H, G, V, K, KP, L, J, RING, R, STORE, BY_KEY, KEY_COPY, ROUNDS,
+            )  # fmt: skip
+            most = tl.maximum(most, magnitudes)
+        if code_halves is not None:
+            slot = tl.load(slots + tl.load(flush_rows + flush // H)).to(tl.int64)
+            head = slot * H + flush % H
+            shared, _ = float_scale(tl.max(most), 1.0, GLOBAL)
+            tl.debug_barrier()  # other lanes read the rows and the old copy
+            tl.store(global_scale + head, shared)
+            for tile in tl.range(TOGETHER, num_stages=1, disable_licm=True):
+                encode_rows(
+                    checkpoint, checkpoint_scales, head * V + tile * R, shared, code_halves, scale_pairs, R, K, STORE,
+                    BLOCK,
+                )  # fmt: skip

@@ -9,12 +9,9 @@ With gamma_i the decay up to token i, w_j what record j decays by until the end,
 value row enters.  Where the window holds d already, M weighs them and solves for the token's alone.  Under a decay a
 key channel e_ij, gamma_i and w_j stand inside the products.
 
-The inverse of the unit lower triangular system is built from those of its diagonal blocks, whose size doubles,
-
-    [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]],
-
-so that nothing in it is larger than in the inverses of the system's own blocks (a power series in the strict part is
-not: for equal keys without decay its terms reach 6435).
+The inverse of the unit lower triangular system is solved row by row: its columns are lanes, and a row waits for the
+one before it in one operation alone.  (A power series in the strict part would pass through larger numbers: for equal
+keys without decay its terms reach 6435.)
 """
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
@@ -26,43 +23,44 @@ import triton.language as tl
 
 from quantlab.kernels.decode import widened
 from quantlab.kernels.delta_window import entries, ring_place
-from quantlab.kernels.packed import product, three_parts, wide_product
+from quantlab.kernels.packed import product, three_parts
 
 
 @triton.jit
-def inverse(strict, J: tl.constexpr, LEVELS: tl.constexpr):
-    """(I + strict)^-1 of a strictly lower triangular (J, J), J = 2^LEVELS."""
-    i, j = tl.arange(0, J)[:, None], tl.arange(0, J)[None, :]
-    result = tl.where(i == j, 1.0, 0.0)
-    for level in tl.static_range(LEVELS):
-        half = 1 << level
-        below = (i // (2 * half) == j // (2 * half)) & (i % (2 * half) >= half) & (j % (2 * half) < half)
-        block = tl.where(below, strict, 0.0)
-        if half > 1:
-            high, middle, low = three_parts(block)
-            block = wide_product(high, middle, low, result, None)
-            high, middle, low = three_parts(result)
-            block = wide_product(high, middle, low, block, None)
-        result -= block
-    return result
+def inverse_rows(strict, J: tl.constexpr):
+    """Rows (J,) of (I + A)^-1; strict: a pointer to A (J, J), of which what lies below the diagonal counts."""
+    column = tl.arange(0, J)
+    rows = ()
+    for i in tl.static_range(J):
+        row = tl.where(column == i, 1.0, 0.0)
+        for j in tl.static_range(i):
+            row -= tl.load(strict + (i * J + j)) * rows[j]
+        rows += (row,)
+    return rows
 
 
 @triton.jit
 def store_system(
-    at, scores, strengths, weight, strength, L: tl.constexpr, J: tl.constexpr, LEVELS: tl.constexpr, RAW: tl.constexpr
-):  # fmt: skip
+    at, scores, strengths, weight, strength, L: tl.constexpr, J: tl.constexpr, RAW: tl.constexpr
+):
     """The matrix M behind ``at``, row by row.  scores: e_ij (k_i . k_j) below the diagonal, zero elsewhere.
 
     RAW: all d are to be derived, by strengths (J,); otherwise only the token's is, by ``strength``.
     """
     i, j = tl.arange(0, J)[:, None], tl.arange(0, J)[None, :]
     if RAW:
-        matrix = inverse(scores * strengths[:, None], J, LEVELS) * strengths[None, :]
-        matrix *= weight[:, None]
+        tl.store(at + (i * J + j), tl.where(i == j, weight[:, None], scores * strengths[:, None]))
+        tl.debug_barrier()  # every lane reads what others have stored
+        rows, weights = inverse_rows(at, J), ()
+        for number in tl.static_range(J):
+            weights += (tl.load(at + number * (J + 1)),)
+        tl.debug_barrier()
+        for number in tl.static_range(J):
+            tl.store(at + (number * J + tl.arange(0, J)), rows[number] * strengths * weights[number])
     else:
         token = tl.where(j == L - 1, strength, -strength * scores)
         matrix = tl.where(i == L - 1, token, tl.where(i == j, weight[:, None], 0.0))
-    tl.store(at + (i * J + j), matrix)
+        tl.store(at + (i * J + j), matrix)
 
 
 @triton.jit
@@ -124,11 +122,13 @@ def window_strengths(
 @triton.jit
 def head_system(
     item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta, systems, gammas,
+    keys_after,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
-    LEVELS: tl.constexpr, RING: tl.constexpr,
+    RING: tl.constexpr,
 ):  # fmt: skip
     """Head ``item`` of the flushing rows under one decay a head: its matrix M into ``systems`` (B, H, J, J) and gamma
-    into ``gammas`` (B, H, J), at the number of the flush.  Keys and token are bfloat16.
+    into ``gammas`` (B, H, J), at the number of the flush, the keys into ``keys_after`` (B, H, K, J).  Keys and token
+    are bfloat16.
     """
     i, h = item // H, item % H
     b = tl.load(flush_rows + i)
@@ -139,91 +139,125 @@ def head_system(
         strength = widened(tl.load(beta + b * H + h))
     strengths = window_strengths(beta_buffer, origin, slot, h, strength, H, L, J, RING)
     gamma, between, weight = window_decays(log_decay_buffer, origin, slot, b, h, log_decay, H, L, J, RING)
-    keys = keys_of_window(k_buffer, origin, slot, b, g, k, tl.arange(0, KP), G, K, L, J, RING)
+    column = tl.arange(0, KP)
+    keys = keys_of_window(k_buffer, origin, slot, b, g, k, column, G, K, L, J, RING)
+    turned = keys_after + item * (J * K) + (column[:, None] * J + j[None, :])
+    tl.store(turned, tl.trans(keys), mask=(column < K)[:, None])
     scores = product(keys, tl.trans(keys), None) * between
     RAW: tl.constexpr = beta_buffer is not None
-    store_system(systems + item * (J * J), scores, strengths, weight, strength, L, J, LEVELS, RAW)
+    store_system(systems + item * (J * J), scores, strengths, weight, strength, L, J, RAW)
     tl.store(gammas + item * J + j, gamma)
 
 
-# A head's records are (8, 4, J / 4, KP / 32, 4): lane 8 s + t holds four neighbours of every 32 key dims of every
-# fourth record, so that a sum along the key dim exchanges data three times.  A vector along the key dim has one of the
-# second and third sizes, and every lane loads its own.
+# A head's records are (8, 4, J / 4, KP / 32, 4), a warp each four of them: lane 8 s + t holds four neighbours of every
+# 32 key dims of record s of its warp's, so that a sum along the key dim exchanges data three times.  A vector along the
+# key dim has one of the second and third sizes, and every lane loads its own.
 
 
 @triton.jit
-def record_columns(KP: tl.constexpr):
-    """Key dim of every entry of a vector."""
+def record_columns(KP: tl.constexpr, WARPS: tl.constexpr):
+    """Key dim of every entry of the records."""
     t = tl.arange(0, 8)[:, None, None, None, None]
     n = tl.arange(0, KP // 32)[None, None, None, :, None]
     column = 32 * n + 4 * t + tl.arange(0, 4)[None, None, None, None, :]
-    return tl.broadcast_to(column, (8, 4, 1, KP // 32, 4))
+    return tl.broadcast_to(column, (8, 4, WARPS, KP // 32, 4))
 
 
 @triton.jit
-def next_token(keys, before, number, log_decay, key, record):
-    """The keys of earlier tokens decayed by one token more; the product of all decays; and the token's scores along
-    all keys, of which those along earlier ones count.
-    """
-    factor = tl.exp(log_decay)
-    keys *= tl.where(record < number, factor, 1.0)
-    return keys, before * factor, tl.sum(tl.sum(tl.sum(keys * key, 4), 3), 0)
+def store_parts(at, keys, inside, APART: tl.constexpr):
+    """float32 keys as three bfloat16 that sum to them, APART apart."""
+    high, middle, low = three_parts(keys)
+    tl.store(at, high, mask=inside)
+    tl.store(at + APART, middle, mask=inside)
+    tl.store(at + 2 * APART, low, mask=inside)
 
 
 @triton.jit
 def channel_system(
     item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta, systems, gammas,
-    keys_before, keys_after,
+    keys_before, keys_after, factors,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
-    LEVELS: tl.constexpr, RING: tl.constexpr,
+    RING: tl.constexpr,
 ):  # fmt: skip
-    """``head_system`` under a decay a key channel: ``gammas`` (B, H, K) of the whole window, and float32 (B, H, J, K)
-    each key times the decays up to it in ``keys_before``, and times those behind it in ``keys_after``.
+    """``head_system`` under a decay a key channel: ``gammas`` (B, H, K) of the whole window; and as three bfloat16 each
+    key times the decays up to it in ``keys_before`` (B, H, 3, J, K), and times those behind it in ``keys_after``
+    (B, H, 3, K, J).
+
+    factors: float32 (J, K) to work in.  Every lane goes back through the decays of its record's channels by itself.
     """
     HELD: tl.constexpr = L if k is not None else L - 1
+    WARPS: tl.constexpr = J // 4
     i, h = item // H, item % H
     b = tl.load(flush_rows + i)
     slot = tl.load(slots + b).to(tl.int64)
     g, head = h // (H // G), slot * H + h
-    lane = tl.arange(0, 4)[None, :, None, None, None]
-    record = 4 * tl.arange(0, J // 4)[None, None, :, None, None] + lane
-    row = tl.arange(0, 4)[:, None] + 4 * tl.arange(0, J // 4)[None, :]
-    column = record_columns(KP)
-    first = (lane == 0) & (column < K)
+    record = 4 * tl.arange(0, WARPS)[None, None, :, None, None] + tl.arange(0, 4)[None, :, None, None, None]
+    row = 4 * tl.arange(0, WARPS)[None, :] + tl.arange(0, 4)[:, None]
+    column = record_columns(KP, WARPS)
     system = systems + item * (J * J)
-    before_at, after_at = keys_before + item * (J * K), keys_after + item * (J * K)
     strength = 0.0
     if beta is not None:
         strength = widened(tl.load(beta + b * H + h))
     strengths = window_strengths(beta_buffer, origin, slot, h, strength, H, L, J, RING)
     inside = (record < L - 1) & (column < K)
     places = ring_place(origin, slot, record, RING)
-    keys = widened(tl.load(k_buffer + ((slot * G + g) * RING + places) * K + column, mask=inside, other=0))
-    # All of a window's log decays at once, too: the loop then finds them in the cache.
-    gates = tl.load(log_decay_buffer + (head * RING + places) * K + column, mask=inside, other=0)
-    whole = tl.sum(tl.sum(gates, 2), 1)[:, None, None, :, :]
-    before = tl.full((8, 4, 1, KP // 32, 4), 1.0, tl.float32)
-    for number in range(L - 1):
-        place = ring_place(origin, slot, number, RING)
-        gate = entries(log_decay_buffer + (head * RING + place) * K, column, K)
-        key = entries(k_buffer + ((slot * G + g) * RING + place) * K, column, K)
-        keys, before, scores = next_token(keys, before, number, gate, key, record)
-        tl.store(system + number * J + row, scores)
-        tl.store(before_at + number * K + column, key * before, mask=first)
+    gates = tl.load(log_decay_buffer + ((head * RING + places) * K + column), mask=inside, other=0)
+    keys = widened(tl.load(k_buffer + (((slot * G + g) * RING + places) * K + column), mask=inside, other=0))
     if k is not None:
-        gate = entries(log_decay + (b * H + h) * K, column, K)
-        key = entries(k + (b * G + g) * K, column, K)
-        keys = tl.where(record == L - 1, key, keys)
-        keys, before, scores = next_token(keys, before, L - 1, gate, key, record)
-        tl.store(system + (L - 1) * J + row, scores)
-        tl.store(before_at + (L - 1) * K + column, key * before, mask=first)
-        whole += gate
-    tl.store(after_at + record * K + column, keys, mask=column < K)
-    tl.store(gammas + item * K + column, tl.exp(whole), mask=first)
-    tl.debug_barrier()  # other lanes read the scores than stored them
+        token = (record == L - 1) & (column < K)
+        gates = tl.where(
+            token, widened(tl.load(log_decay + ((b * H + h) * K + column), mask=token, other=0)), gates
+        )
+        keys = tl.where(token, widened(tl.load(k + ((b * G + g) * K + column), mask=token, other=0)), keys)
+    tl.store(factors + (record * K + column), tl.exp(gates), mask=column < K)
+    whole = tl.exp(tl.sum(tl.sum(gates, 2), 1))[:, None, None, :, :]
+    tl.debug_barrier()  # every lane reads what others have stored
+    decayed, after = keys, keys
+    for number in tl.static_range(HELD - 1, -1, -1):
+        # What has come together are the decays behind a record until the loop gets to it, and those up to it then.
+        after = tl.where(record == number, decayed, after)
+        decayed = tl.where(record == number, keys, decayed)
+        decayed *= entries(factors + number * K, column, K)
+        if number > 0:
+            place = ring_place(origin, slot, number - 1, RING)
+            key = entries(k_buffer + ((slot * G + g) * RING + place) * K, column, K)
+            scores = tl.sum(tl.sum(tl.sum(decayed * key, 4), 3), 0)
+            tl.store(system + (row * J + number - 1), scores)
+    tl.debug_barrier()
+    store_parts(keys_before + (item * (3 * J * K) + record * K + column), decayed, column < K, J * K)
+    # Of a lane's four neighbours each stands in a row of its own, and must not be brought together for that.
+    turned = tl.max_contiguous(item * (3 * J * K) + column * J + record, [1, 1, 1, 1, 1])
+    store_parts(keys_after + turned, after, column < K, J * K)
+    first = (record == 0) & (column < K)
+    tl.store(gammas + (item * K + column), tl.broadcast_to(whole, column.shape), mask=first)
     i, j = tl.arange(0, J)[:, None], tl.arange(0, J)[None, :]
     scores = tl.load(system + (i * J + j), mask=(j < i) & (i < HELD), other=0)
     tl.debug_barrier()
     RAW: tl.constexpr = beta_buffer is not None
     weight = tl.full((J,), 1.0, tl.float32)
-    store_system(system, scores, strengths, weight, strength, L, J, LEVELS, RAW)
+    store_system(system, scores, strengths, weight, strength, L, J, RAW)
+
+
+@triton.jit
+def system_kernel(
+    flush_rows, flush_count, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta, systems,
+    gammas, keys_before, keys_after, factors,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    RING: tl.constexpr, BY_KEY: tl.constexpr,
+):  # fmt: skip
+    """The systems of the heads of the flushing rows.  Without a token (k to beta None) L - 1 records are the whole
+    window.  factors: float32 (programs, J, K) to work in; None unless BY_KEY.
+    """
+    total = tl.load(flush_count) * H
+    # Invariants of the loop would live in registers all the time.
+    for item in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1, disable_licm=True):
+        if BY_KEY:
+            channel_system(
+                item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta, systems,
+                gammas, keys_before, keys_after, factors + tl.program_id(0) * (J * K), H, G, K, KP, L, J, RING,
+            )  # fmt: skip
+        else:
+            head_system(
+                item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta, systems,
+                gammas, keys_after, H, G, K, KP, L, J, RING,
+            )  # fmt: skip

@@ -7,15 +7,16 @@ and the read copy of what was folded.
 import torch
 from torch import Tensor
 
-from quantlab.kernels import delta, read_copies
+from quantlab.kernels import delta, delta_launch, read_copies
 from quantlab.kernels import delta_choices as choices
-from quantlab.kernels.delta import Launch
 from quantlab.kernels.delta_choices import Tuning
 from quantlab.kernels.delta_drafts import (
     channel_draft_window_kernel,
     draft_read_kernel,
     head_draft_window_kernel,
 )
+from quantlab.kernels.delta_flush import fold_launch, product_fold
+from quantlab.kernels.delta_launch import Launch
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.drafts import CommitPlan
 from quantlab.schemes.ledger import StateShape
@@ -49,11 +50,12 @@ def verify(
 def commit(pool: LayerPool, plan: CommitPlan, tuning: Tuning | None = None) -> None:
     """Fold, store and encode the windows that accepted drafts complete."""
     tuning = tuning or Tuning()
-    scratch = delta.scratch_of(pool, None, plan, tuning)
-    delta.fold_launch(pool, None, plan, None, scratch, tuning).run()
+    scratch = delta_launch.scratch_of(pool, None, plan, tuning)
     if choices.by_product(pool, None, tuning):
-        delta.product_and_copy(pool, None, plan, None, scratch, tuning)
-    elif scratch.largest is not None:
+        product_fold(pool, None, plan, None, scratch, tuning)
+        return
+    fold_launch(pool, None, plan, None, scratch, tuning).run()
+    if scratch.largest is not None:
         read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots, scratch.largest)
 
 
@@ -82,18 +84,18 @@ def window_launch(
 ) -> Launch:
     """Coefficients of windows and drafts; keys and gates behind the window."""
     shape, by_key = pool.shape, choices.by_key(pool)
-    given = delta.token(tokens)
+    given = delta_launch.token(tokens)
     arguments = {
         "positions": plan.positions,
         "slots": plan.slots,
-        "origin": delta.origin(pool),
+        "origin": delta_launch.origin(pool),
         "k_buffer": pool.k_buffer,
         "log_decay_buffer": pool.log_decay_buffer,
         "beta_buffer": pool.beta_buffer,
         **{name: given[name] for name in ("q", "k", "log_decay", "beta")},
         **scratch,
     }
-    sizes = delta.sizes(pool, Tuning())
+    sizes = delta_launch.sizes(pool, Tuning())
     constants = {
         **{name: sizes[name] for name in ("H", "G", "K", "KP")},
         **_window_sizes(pool, tokens.v.shape[1]),
@@ -125,21 +127,21 @@ def read_launch(
     else:
         best = 16 if copy else 64 // pool.checkpoint.element_size()
     rows = tuning.read_rows or choices.dividing(shape.value_dim, best)
-    given = delta.token(tokens)
+    given = delta_launch.token(tokens)
     arguments = {
-        **delta.copied(pool),
-        **delta.stored(pool),
+        **delta_launch.copied(pool),
+        **delta_launch.stored(pool),
         "d_buffer": pool.d_buffer,
         "v_buffer": pool.v_buffer,
         "positions": plan.positions,
         "slots": plan.slots,
-        "origin": delta.origin(pool),
+        "origin": delta_launch.origin(pool),
         **{name: given[name] for name in ("q", "k", "v", "beta")},
         **scratch,
         "output": output,
     }
     constants = {
-        **delta.sizes(pool, tuning),
+        **delta_launch.sizes(pool, tuning),
         **_window_sizes(pool, count),
         "R": rows,
         "SIZE": choices.power_below(shape.key_dim),

@@ -278,6 +278,40 @@ def channel_window(
             tl.store(key_at, narrowed(token, k_buffer.dtype.element_ty), mask=column < K)
 
 
+@triton.jit
+def one_window(
+    program, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta, coefficients,
+    parts, halves, decays, vectors,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    RING: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
+):  # fmt: skip
+    """``channel_window`` or ``head_window``."""
+    if BY_KEY:
+        channel_window(
+            program, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
+            coefficients, parts, halves, decays, vectors, H, G, K, KP, L, J, RING, SIZE, KEY_COPY,
+        )  # fmt: skip
+    else:
+        head_window(
+            program, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
+            coefficients, parts, halves, decays, H, G, K, KP, L, J, RING, HEADS, SIZE, KEY_COPY,
+        )  # fmt: skip
+
+
+@triton.jit
+def window_kernel(
+    positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta, coefficients, parts,
+    halves, decays, vectors,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    RING: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
+):  # fmt: skip
+    """The windows of the rows that do not flush, of a key head or a head a program."""
+    one_window(
+        tl.program_id(0), positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
+        coefficients, parts, halves, decays, vectors, H, G, K, KP, L, J, RING, HEADS, SIZE, BY_KEY, KEY_COPY,
+    )  # fmt: skip
+
+
 # Columns of a product with the copy: key, query and the last parts of the window's coefficients along them.
 #
 #     column    0           1          2             3            4           5

@@ -171,8 +171,8 @@ def product(left, right, total):
 
 @triton.jit
 def each(left, right, total):
-    """``product``; of left (n, rows, columns) each with the same right (columns, m)."""
-    if len(left.shape) == 3:
+    """``product``; of left (n, rows, columns) each with the same right (columns, m), if that has no n."""
+    if len(left.shape) == 3 and len(right.shape) == 2:
         right = tl.broadcast_to(right[None, :, :], (left.shape[0], right.shape[0], right.shape[1]))
     return product(left, right, total)
 
@@ -186,9 +186,8 @@ def exact_product(high, middle, low, right, total):
 
 
 @triton.jit
-def wide_product(high, middle, low, right, total):
-    """total + the ``three_parts`` of a float32 factor @ float32 right, but for terms of 2^-24 of what they sum."""
-    right_high, right_middle, right_low = three_parts(right)
+def wide_product(high, middle, low, right_high, right_middle, right_low, total):
+    """total + the product of two float32 factors, each its ``three_parts``, but for terms of 2^-24 of what they sum."""
     total = each(low, right_high, total)
     total = each(middle, right_middle, total)
     total = each(high, right_low, total)

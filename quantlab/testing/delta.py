@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantlab.kernels import steps, target
-from quantlab.kernels.delta_systems import inverse
+from quantlab.kernels.delta_systems import inverse_rows
 from quantlab.kernels.delta_window import column_of_key
 from quantlab.kernels.packed import (
     byte_operand,
@@ -35,9 +35,10 @@ SIZE = 16
 
 
 @triton.jit
-def inverse_kernel(strict, output, J: tl.constexpr, LEVELS: tl.constexpr):
-    at = tl.arange(0, J)[:, None] * J + tl.arange(0, J)[None, :]
-    tl.store(output + at, inverse(tl.load(strict + at), J, LEVELS))
+def inverse_kernel(strict, output, J: tl.constexpr):
+    rows = inverse_rows(strict, J)
+    for i in tl.static_range(J):
+        tl.store(output + i * J + tl.arange(0, J), rows[i])
 
 
 @triton.jit
@@ -73,7 +74,8 @@ def product_kernel(left, right, output, N: tl.constexpr, WIDE: tl.constexpr):
     high, middle, low = three_parts(tl.load(left + (warp * (16 * N) + row * N + column[None, None, :])))
     other = tl.load(right + (column[:, None] * 16 + tl.arange(0, 16)[None, :]))
     if WIDE:
-        found = wide_product(high, middle, low, other, None)
+        other_high, other_middle, other_low = three_parts(other)
+        found = wide_product(high, middle, low, other_high, other_middle, other_low, None)
     else:
         found = exact_product(high, middle, low, other.to(tl.bfloat16), None)
     tl.store(output + (warp * 256 + row * 16 + tl.arange(0, 16)[None, None, :]), found)
@@ -102,7 +104,7 @@ def _inverses(strict: numpy.ndarray, device: str) -> numpy.ndarray:
     output = torch.full_like(given, torch.nan)
     kernel: Any = inverse_kernel
     for one, result in zip(given, output, strict=True):
-        kernel[(1,)](one, result, J=SIZE, LEVELS=4, num_warps=1, **target.LAUNCH_OPTIONS)
+        kernel[(1,)](one, result, J=SIZE, num_warps=1, **target.LAUNCH_OPTIONS)
     return output.cpu().numpy()
 
 

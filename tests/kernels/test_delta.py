@@ -88,7 +88,8 @@ def test_conformance(implementation, one):
 def test_the_inverse_of_a_window_of_equal_keys(implementation):
     """Its exact inverse has entries of magnitude 1; a power series in the strict part passes through 6435.
 
-    Each of three levels of two products is off by at most a few 2^-24 of sums of 16 magnitudes up to 2.
+    An entry is a sum of at most 16 products of entries before it: off by 16 2^-24 of magnitudes up to 2, for each of
+    the few rows that such an error can pass through.
     """
     below = torch.ones(16, 16).tril(-1)
     random = torch.rand(16, 16, generator=torch.Generator().manual_seed(0))
