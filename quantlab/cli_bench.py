@@ -1,6 +1,7 @@
 """``quantlab bench``: how long a decode step takes, of its own bytes and beside other kernels."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,10 +44,15 @@ _NAMES = {
     "against_peer": "x of peer",
     "peer": "best peer",
     "against_baseline": "x of fp32@1",
+    "chosen": "chosen",
+    "chosen_against_peer": "x of peer, chosen",
     "kernels": "launches",
     "status": "status",
 }
-_RIGHT = ["batch", "drafts", "us", "quartiles", "megabytes", "of_copy", "against_peer", "against_baseline"]
+_RIGHT = [
+    *("batch", "drafts", "us", "quartiles", "megabytes"),
+    *("of_copy", "against_peer", "against_baseline", "chosen_against_peer"),
+]
 
 
 def bench(
@@ -74,6 +80,12 @@ def bench(
             help="Policies with a window verify T tokens and commit them all, against T steps of fp32@1; repeatable.",
         ),
     ] = None,
+    choose: Annotated[
+        bool,
+        typer.Option(
+            "--choose", help="Where another policy's kernels are chosen at a batch, time those too."
+        ),
+    ] = False,
     peer: Annotated[
         list[str] | None,
         typer.Option(
@@ -101,7 +113,7 @@ def bench(
     """Time one decode step of one layer, amortised over the window, after a comparison with plain torch."""
     if figure is not None:
         given = {"model": model, "shape": shape, "policy": policy, "batch": batch, "drafts": drafts}
-        _only("figure", given | {"peer": peer})
+        _only("figure", given | {"choose": choose, "peer": peer})
         _redraw(figure, output or figure, as_json)
         return
     if bandwidth is not None and not dry_run:
@@ -110,22 +122,21 @@ def bench(
 
     family, shapes = _layers(model, family, shape)
     wanted = parse_peers(peer or [])
+
+    def cases_of(peers: dict[str, list[str]]) -> "list[Case]":
+        return _cases(family, shapes, policy, batch, peers, drafts, choose)
+
     if dry_run:
         peers = {name: offered(name, family) for name in wanted}
-        _list(_cases(family, shapes, policy, batch, peers, drafts), bandwidth or DRY_BANDWIDTH, as_json)
+        _list(cases_of(peers), bandwidth or DRY_BANDWIDTH, as_json)
         return
-    _cases(
-        family, shapes, policy, batch, {}, drafts
-    )  # refuses bad input before anything is imported or allocated
-    _measure(family, shapes, policy, batch, drafts, wanted, output, again, as_json)
+    cases_of({})  # refuses bad input before anything is imported or allocated
+    _measure(family, cases_of, wanted, output, again, as_json)
 
 
 def _measure(
     family: str,
-    shapes: "list[StateShape]",
-    policy: list[str] | None,
-    batch: list[int] | None,
-    drafts: list[int] | None,
+    cases_of: "Callable[[dict[str, list[str]]], list[Case]]",
     wanted: dict[str, Path | None],
     output: Path | None,
     again: bool,
@@ -148,7 +159,7 @@ def _measure(
     peers, notes = load_peers(wanted)
     for note in notes:
         _say(note)
-    cases = _cases(family, shapes, policy, batch, _policies_of(peers, family), drafts)
+    cases = cases_of(_policies_of(peers, family))
     timer = GraphTimer()
     progress = _Progress(len(cases))
     records = run_cases(
@@ -229,10 +240,11 @@ def _cases(
     batch: list[int] | None,
     peers: dict[str, list[str]],
     drafts: list[int] | None,
+    choose: bool,
 ) -> "list[Case]":
     from quantlab.kernels.bench_cases import expand
 
-    given = policy or list(POLICIES), batch or list(BATCHES), peers, drafts or []
+    given = policy or list(POLICIES), batch or list(BATCHES), peers, drafts or [], choose
     return [case for shape in shapes for case in expand(family, shape, *given)]
 
 
@@ -315,6 +327,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
     def fixed(value: float | None, digits: int, unit: float = 1.0) -> str | None:
         return None if value is None else f"{value / unit:,.{digits}f}"
 
+    other = row["chosen"] not in (None, row["policy"])
     quartiles = None if row["us"] is None else f"{row['us_lower']:.2f}-{row['us_upper']:.2f}"
     return {
         "batch": row["batch"],
@@ -328,6 +341,8 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
         "against_peer": fixed(row["against_peer"], 2),
         "peer": row["peer"] and f"{row['peer']} {row['peer_policy']}",
         "against_baseline": fixed(row["against_baseline"], 2),
+        "chosen": row["chosen"] if other else None,
+        "chosen_against_peer": fixed(row["chosen_against_peer"], 2) if other else None,
         "kernels": row["kernels"],
         "status": None if row["status"] == "ok" else row["status"],
     }
