@@ -106,7 +106,7 @@ def decode(
     fold_launch(pool, inputs, plan, output, scratch, tuning).run()
     if choices.by_product(pool, inputs, tuning):
         with target.beside(pool.device):
-            product_and_copy(pool, inputs, plan, output, scratch, tuning)
+            product_launch(pool, inputs, plan, output, scratch, tuning).run()
         read_launch(pool, inputs, plan, output, scratch, tuning).run()
         target.together(pool.device)
         return
@@ -156,8 +156,10 @@ def scratch_of(
     dense = not (copy and pool.policy.options.key_read == "copy")
     units = heads if by_key else shape.key_heads
     product, held = choices.by_product(pool, inputs, tuning), choices.held(pool)
-    tiles = shape.value_dim // choices.fold_rows(pool, inputs, tuning)
-    whole = product and tiles == 1
+    tiles, by_head = (
+        shape.value_dim // choices.fold_rows(pool, inputs, tuning),
+        read_copies.by_head(pool.policy.read_copy),
+    )
     factors = None
     if by_key and pool.policy.window > 1 and not product:
         sizes = choices.fold_programs(pool, inputs, batch, tuning), held, shape.key_dim
@@ -168,7 +170,7 @@ def scratch_of(
         halves=memory(units, 4, shape.key_dim, dtype=torch.float16) if copy else None,
         decays=memory(heads, 2),
         vectors=memory(heads, 2, shape.key_dim) if by_key and dense else None,
-        largest=memory(heads, tiles) if read_copies.by_head(pool.policy.read_copy) and not whole else None,
+        largest=memory(heads, tiles) if by_head and not product else None,
         factors=factors,
         systems=memory(heads, held, held) if product else None,
         gammas=memory(heads, shape.key_dim if by_key else held) if product else None,
@@ -245,7 +247,7 @@ def product_launch(
     scratch: Scratch,
     tuning: Tuning,
 ) -> Launch:
-    """The folds that are matrix products, from the systems that ``fold_launch`` prepared."""
+    """The folds that are matrix products, from the systems that ``fold_launch`` prepared, and their read copies."""
     shape, rows, copy = pool.shape, choices.fold_rows(pool, inputs, tuning), pool.policy.read_copy
     codes, scales = pool.copy_codes, pool.copy_scales
     arguments = {
@@ -264,10 +266,7 @@ def product_launch(
         "v_buffer": pool.v_buffer,
         **{name: value for name, value in token(inputs).items() if name != "log_decay"},
         "output": output,
-        **{
-            name: getattr(scratch, name)
-            for name in ("largest", "systems", "gammas", "keys_before", "keys_after")
-        },
+        **{name: getattr(scratch, name) for name in ("systems", "gammas", "keys_before", "keys_after")},
         **random(pool),
     }
     constants = {
@@ -279,24 +278,12 @@ def product_launch(
         "ROUNDS": PHILOX_ROUNDS,
         "GLOBAL": None if copy is None else global_options(),
         "BLOCK": None if copy is None else recipe_of(copy).options,
+        **choices.encoded_at_once(pool, rows // 16),
     }
     # Sixteen warps on a multiprocessor: a lane holds 64 numbers of a key dim of 128, and twice that does not fit.
     registers = tuning.fold_registers or (128 if shape.key_dim <= 128 else None)
     programs = choices.fold_programs(pool, inputs, plan.slots.shape[0], tuning)
     return Launch(product_fold_kernel, programs, arguments, constants, choices.options(rows // 16, registers))
-
-
-def product_and_copy(
-    pool: LayerPool,
-    inputs: StepInputs | None,
-    plan: StepPlan | CommitPlan,
-    output: Tensor | None,
-    scratch: Scratch,
-    tuning: Tuning,
-) -> None:
-    product_launch(pool, inputs, plan, output, scratch, tuning).run()
-    if scratch.largest is not None:
-        read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots, scratch.largest)
 
 
 def read_launch(

@@ -66,12 +66,21 @@ def warp_rows(pool: LayerPool) -> int:
 
 def fold_programs(pool: LayerPool, inputs: StepInputs | None, batch: int, tuning: Tuning) -> int:
     """As many as the multiprocessors of an H200 hold at a time; each has as many tiles as it takes."""
-    rows = fold_rows(pool, inputs, tuning)
-    tiles = batch * pool.shape.heads * (pool.shape.value_dim // rows)
-    held = 16 // (rows // 16) if by_product(pool, inputs, tuning) else 12
-    if by_product(pool, inputs, tuning) and pool.v_buffer is None:
+    rows, product = fold_rows(pool, inputs, tuning), by_product(pool, inputs, tuning)
+    whole = product and pool.policy.read_copy is not None  # a program has a head
+    tiles = batch * pool.shape.heads * (1 if whole else pool.shape.value_dim // rows)
+    held = 16 // (rows // 16) if product else 12
+    if product and pool.v_buffer is None:
         held //= 2  # room for the reads beside them
     return min(tuning.fold_programs or MULTIPROCESSORS * held, tiles)
+
+
+def encoded_at_once(pool: LayerPool, warps: int) -> dict[str, int]:
+    """How a program that has folded a head tile by tile encodes it: a block of 16 a lane, at most."""
+    shape = pool.shape
+    columns = shape.key_dim if pool.checkpoint_scales is not None else shape.key_dim & -shape.key_dim
+    rows = dividing(shape.value_dim * shape.key_dim // columns, max(1, warps * 32 * 16 // columns))
+    return {"E": rows, "COLUMNS": columns, "WIDTH": 16 // pool.checkpoint.element_size()}
 
 
 def long_lanes(pool: LayerPool) -> int:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
+from quantlab.kernels.copies import encode_rows
 from quantlab.kernels.decode import e2m1, e4m3, widened
 from quantlab.kernels.delta_pieces import (
     PIECE,
@@ -69,13 +70,13 @@ def copy_along_key(words, scales, first, key, K: tl.constexpr, KP: tl.constexpr,
 @triton.jit
 def fold_item(
     item, flush_rows, slots, origin, words, scales, global_scale, code_halves, scale_pairs, checkpoint,
-    checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, largest, systems, gammas, keys_before,
+    checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, systems, gammas, keys_before,
     keys_after, store_numbers, sequence_ids, seed, random_stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr,
     KEY_COPY: tl.constexpr, ROUNDS: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See ``product_fold_kernel``."""
+    """See ``product_fold_kernel``; returns a tile's largest stored magnitude where it is encoded later, else 0."""
     HELD: tl.constexpr = L if q is not None else L - 1
     TILES: tl.constexpr = V // R
     PIECES: tl.constexpr = K // PIECE
@@ -171,12 +172,13 @@ def fold_item(
     lanes, row_scales = stored_rows(
         lanes, checkpoint, checkpoint_scales, first, counter, names, R, K, STORE, ROUNDS
     )
+    found = 0.0
     if code_halves is not None:
         if R < V:
             most = tl.zeros((R, PIECE), tl.float32)
             for c in tl.static_range(PIECES):
                 most = tl.maximum(most, tl.abs(decoded_lanes(lanes[c], row_scales, STORE)))
-            tl.store(largest + item, tl.max(most))
+            found = tl.max(most)
         else:
             maxima = block_maxima(lanes, row_scales, V, STORE)
             most = maxima[0]
@@ -185,32 +187,59 @@ def fold_item(
             shared, _ = float_scale(tl.max(most), 1.0, GLOBAL)
             tl.store(global_scale + head, shared)
             encode_head(lanes, row_scales, maxima, shared, code_halves, scale_pairs, head, V, K, STORE, BLOCK)
+    return found
 
 
 # Triton would compile anew for a stream that is a multiple of 16.
 @triton.jit(do_not_specialize=("random_stream",))
 def product_fold_kernel(
     flush_rows, flush_count, slots, origin, words, scales, global_scale, code_halves, scale_pairs, checkpoint,
-    checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, largest, systems, gammas, keys_before,
+    checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, systems, gammas, keys_before,
     keys_after, store_numbers, sequence_ids, seed, random_stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr,
-    KEY_COPY: tl.constexpr, ROUNDS: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
+    KEY_COPY: tl.constexpr, ROUNDS: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Fold, output, round and store R value rows of a head of the flushing rows at a time, R / 16 warps.
 
-    With all of a head's rows (R = V) its NVFP4 copy is encoded, too; otherwise ``largest`` (B, H, V / R), at the number
-    of the flush, is the largest stored magnitude of each tile.  words, code_halves, scale_pairs: the copy's codes as
-    int32 and as int16, and its scales as int16; None without a copy.  d are derived again where there is a v_buffer;
-    without one only the token's is missing, whose S k comes from the copy with KEY_COPY.  Without a token (q to output
-    None) L - 1 records are the whole window, and nothing is put out.
+    With all of a head's rows (R = V) its NVFP4 copy is encoded, too, from the rows at hand; otherwise a program folds
+    all tiles of a head and encodes what it stored, E rows of COLUMNS numbers at a time, WIDTH of which make 16 bytes
+    of the checkpoint.  (Blocks lie one behind the other, so without row scales COLUMNS is any power of two in K.)
+    words, code_halves, scale_pairs: the copy's codes as int32 and as int16, and its scales as int16; None without a
+    copy.  d are derived again where there is a v_buffer; without one only the token's is missing, whose S k comes from
+    the copy with KEY_COPY.  Without a token (q to output None) L - 1 records are the whole window; nothing is put out.
     """
-    total = tl.load(flush_count) * (H * (V // R))
+    TILES: tl.constexpr = V // R
+    PER_ITEM: tl.constexpr = TILES if code_halves is not None else 1
+    total = tl.load(flush_count) * (H * TILES // PER_ITEM)
     # Invariants of the loop would live in registers all the time.
     for item in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1, disable_licm=True):
-        fold_item(
-            item, flush_rows, slots, origin, words, scales, global_scale, code_halves, scale_pairs, checkpoint,
-            checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, largest, systems, gammas,
-            keys_before, keys_after, store_numbers, sequence_ids, seed, random_stream,
-            H, G, V, K, KP, L, J, RING, R, STORE, BY_KEY, KEY_COPY, ROUNDS, GLOBAL, BLOCK,
-        )  # fmt: skip
+        if PER_ITEM == 1:
+            fold_item(
+                item, flush_rows, slots, origin, words, scales, global_scale, code_halves, scale_pairs, checkpoint,
+                checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, systems, gammas,
+                keys_before, keys_after, store_numbers, sequence_ids, seed, random_stream,
+                H, G, V, K, KP, L, J, RING, R, STORE, BY_KEY, KEY_COPY, ROUNDS, GLOBAL, BLOCK,
+            )  # fmt: skip
+        else:
+            most = 0.0
+            for tile in tl.range(TILES, num_stages=1, disable_licm=True):
+                found = fold_item(
+                    item * TILES + tile, flush_rows, slots, origin, words, scales, global_scale, code_halves,
+                    scale_pairs, checkpoint, checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output,
+                    systems, gammas, keys_before, keys_after, store_numbers, sequence_ids, seed, random_stream,
+                    H, G, V, K, KP, L, J, RING, R, STORE, BY_KEY, KEY_COPY, ROUNDS, GLOBAL, BLOCK,
+                )  # fmt: skip
+                most = tl.maximum(most, found)
+            slot = tl.load(slots + tl.load(flush_rows + item // H)).to(tl.int64)
+            head = slot * H + item % H
+            shared, _ = float_scale(most, 1.0, GLOBAL)
+            tl.store(global_scale + head, shared)
+            tl.debug_barrier()  # the head is read again, by other lanes than stored it
+            ROWS: tl.constexpr = V * K // COLUMNS
+            for part in tl.range(ROWS // E):
+                encode_rows(
+                    checkpoint, checkpoint_scales, words, scales, head, part * E, shared, ROWS, COLUMNS, E, WIDTH,
+                    STORE, BLOCK,
+                )  # fmt: skip

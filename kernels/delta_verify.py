@@ -52,7 +52,7 @@ def commit(pool: LayerPool, plan: CommitPlan, tuning: Tuning | None = None) -> N
     scratch = delta.scratch_of(pool, None, plan, tuning)
     delta.fold_launch(pool, None, plan, None, scratch, tuning).run()
     if choices.by_product(pool, None, tuning):
-        delta.product_and_copy(pool, None, plan, None, scratch, tuning)
+        delta.product_launch(pool, None, plan, None, scratch, tuning).run()
     elif scratch.largest is not None:
         read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots, scratch.largest)
 
