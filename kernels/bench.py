@@ -32,6 +32,7 @@ from quantlab.kernels.bench_peers import Peer
 from quantlab.kernels.bench_pools import Layers, desynchronised_pool
 from quantlab.kernels.bench_rounds import Rounds
 from quantlab.kernels.bench_timing import Timer, copy_bandwidth
+from quantlab.kernels.choice import choose
 from quantlab.schemes.pool import allocate_pool
 
 CACHES = 4
@@ -228,6 +229,8 @@ class _Runner:
         times = self.timer.measure(decode).per(plan.visits)
         around = self.timer.measure(control).per(plan.groups * plan.steps)
         metrics = self._speed(case, times) | vars(plan) | {"comparison": comparison}
+        if not case.drafts:
+            metrics["chosen"] = _chosen(case)
         metrics["control_us"] = around.median
         metrics["control_share"] = around.median / (plan.layers * times.median)
         alone = rounds.recorded(models)
@@ -328,6 +331,16 @@ def part_of(kernel: str) -> str:
 
 def _refused(reason: str | None, comparison: dict[str, Any]) -> dict[str, Any]:
     return {"status": "comparison_failed", "message": reason, "metrics": {"comparison": comparison}}
+
+
+def _chosen(case: Case) -> dict[str, Any]:
+    """Whose kernels are to decode in the case's place; what they take is the record of that policy."""
+    choice = choose(case.policy, case.family, case.shape, case.batch)
+    return {
+        "policy": str(choice.policy),
+        "expected_us": choice.expected,
+        "slot_bytes": choice.slot_bytes,
+    }
 
 
 def _state_bytes(case: Case) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quantlab.errors import InputError
+from quantlab.kernels.choice import choose
 from quantlab.recurrences import get_recurrence
 from quantlab.schemes import checks
 from quantlab.schemes.fits import check_policy_fits
@@ -193,12 +194,14 @@ def expand(
     peers: dict[str, list[str]],
     drafts: Sequence[int] = (),
     verifying: Mapping[str, list[str]] | None = None,
+    chosen: bool = False,
 ) -> list[Case]:
     """Every case, those that are compared with each other together, ``fp32@1`` first if it is among the policies.
 
     peers: name -> texts of the policies that it implements for the family.  drafts: numbers of tokens; policies with a
     window then verify so many instead of taking steps, beside ``fp32@1`` in any case, and so do peers: verifying says
-    under which policies.
+    under which policies.  chosen: at batches where another policy is chosen in place of one of these
+    (``kernels.choice``) that one is timed, too.
     Raises InputError for a policy that does not fit the family, a batch outside 1 to 1024, and drafts outside 1 to 64.
     """
     checks.whole_shape(shape)
@@ -213,13 +216,15 @@ def expand(
     for batch in batches:
         if not checks.is_integer(batch) or not 1 <= batch <= LARGEST_BATCH:
             raise InputError("batch", batch, f"1 to {LARGEST_BATCH} rows")
-    parsed.sort(key=lambda text: text != BASELINE)
     counts = list(dict.fromkeys(drafts))
-    return [
-        case
-        for batch in dict.fromkeys(batches)
-        for case in _group(family, shape, parsed, batch, peers, counts, verifying or {})
-    ]
+    found = []
+    for batch in dict.fromkeys(batches):
+        stand_ins = [
+            str(choose(text, family, shape, batch).policy) for text in parsed if chosen and not counts
+        ]
+        texts = sorted(dict.fromkeys([*parsed, *stand_ins]), key=lambda text: text != BASELINE)
+        found += _group(family, shape, texts, batch, peers, counts, verifying or {})
+    return found
 
 
 def _group(

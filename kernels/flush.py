@@ -1,7 +1,8 @@
 """A flush of Mamba-2: fold the window into the checkpoint, read, round, store, and encode the read copy.
 
-The read copy's global scale needs the largest stored number of a whole head, so a program folds all of it, tile by
-tile, and then reads it again, from cache, to encode.
+The global scale of an NVFP4 copy needs the largest stored number of a whole head, so a program folds all of it, tile by
+tile, and then reads it again, from cache, to encode.  Of the other copies a program has a tile, whose rows it reads
+again in the same way.
 """
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
@@ -16,6 +17,7 @@ from quantlab.kernels.checkpoints import decoded_tile, store_tile
 from quantlab.kernels.copies import encode_rows
 from quantlab.kernels.decode import widened
 from quantlab.kernels.packed import exact_product, three_parts
+from quantlab.kernels.plain_copies import encode_plain_rows
 from quantlab.kernels.scales import float_scale
 
 
@@ -107,7 +109,7 @@ def flush_kernel(
     RING: tl.constexpr, R: tl.constexpr, C: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, STORE: tl.constexpr,
     ROUNDS: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of ``flush_rows``.  Programs share the heads of all rows; without a read copy (words None) their tiles.
+    """Rows of ``flush_rows``.  Programs share the heads of all rows, with an NVFP4 copy; otherwise their tiles.
 
     A token completes the window, or, without one (q to output None), the window is complete and the first L records of
     a ring of RING are folded, from ``origin`` (S,) on.  origin None: the ring starts at 0.  output None with a token:
@@ -115,9 +117,12 @@ def flush_kernel(
 
     R value rows are folded at a time, C columns at a time; all of them (N) where a value row has a scale.  E rows of
     the read copy are encoded at a time.
+
+    words, scales, global_scale: of an NVFP4 copy, BLOCK what makes its codes; of another copy codes as bytes, its
+    scales, and no global scale, BLOCK what makes it of a tile; None without a copy.
     """
     TILES: tl.constexpr = P // R
-    PER_ITEM: tl.constexpr = TILES if words is not None else 1
+    PER_ITEM: tl.constexpr = TILES if global_scale is not None else 1
     PER_HEAD: tl.constexpr = TILES // PER_ITEM
     total = tl.load(flush_count) * (H * PER_HEAD)
     LANES: tl.constexpr = J if J > 16 else 16
@@ -145,7 +150,14 @@ def flush_kernel(
                 start, number, sequence, stream.to(tl.uint32), key, H, G, P, N, L, RING, R, LANES, C, STORE, ROUNDS,
             )  # fmt: skip
             most = tl.maximum(most, stored)
-        if words is not None:
+        if words is not None and global_scale is None:
+            tl.debug_barrier()  # the rows are read again, by other lanes than stored them
+            for part in tl.range(R // E):
+                first = (item % PER_HEAD) * R + part * E
+                encode_plain_rows(
+                    checkpoint, checkpoint_scales, words, scales, head, first, P, N, E, N, STORE, BLOCK
+                )
+        if global_scale is not None:
             shared, _ = float_scale(most, 1.0, GLOBAL)
             tl.store(global_scale + head, shared)
             tl.debug_barrier()  # the head is read again, by other lanes than stored it

@@ -186,7 +186,5 @@ def flush_head_kernel(
         tl.store(global_scale + head, shared)
         for tile in tl.static_range(TILES):
             first = head * (P * N) + tile * (R * N)
-            encode_lanes(
-                blocks[tile], maxima[tile], words, scales, first, shared, R, N, RUN, WARPS, BLOCK
-            )
+            encode_lanes(blocks[tile], maxima[tile], words, scales, first, shared, R, N, RUN, WARPS, BLOCK)
         item, b, slot = following, next_b, next_slot

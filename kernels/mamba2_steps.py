@@ -18,6 +18,7 @@ from quantlab.kernels.flush import flush_kernel
 from quantlab.kernels.flush_head import flush_head_kernel
 from quantlab.kernels.mamba2 import read_copy_kernel, read_kernel, step_kernel, window_kernel
 from quantlab.kernels.mamba2_drafts import draft_read_copy_kernel, draft_read_kernel, draft_window_kernel
+from quantlab.kernels.plain_copies import copy_store_of
 from quantlab.kernels.scales import global_options, recipe_of
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.drafts import CommitPlan
@@ -82,7 +83,8 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
     elif policy.read_copy is None:
         flush, programs = Tiles(rows16, columns, stages=3), 1056
     elif policy.checkpoint.name == "fp32":
-        flush, programs = Tiles(_dividing(shape.value_dim, 64), 32, warps=4), 792
+        flush = Tiles(_dividing(shape.value_dim, 64), 32, warps=4)
+        programs = 792 if read_copies.by_head(policy.read_copy) else 528
     else:
         flush, programs = Tiles(_dividing(shape.value_dim, 64), min(columns, 64), warps=4), 528
     head, head_programs = None, MULTIPROCESSORS
@@ -134,7 +136,6 @@ def launch(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Te
             _flush(pool, plan, chosen, inputs, output)
         _read(pool, inputs, plan, output, chosen.read)
         target.together(pool.device)
-    _encode(pool, plan)
 
 
 def _step(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Tensor, tiles: Tiles) -> None:
@@ -221,11 +222,17 @@ def _flush(
     inputs: StepInputs | None = None,
     output: torch.Tensor | None = None,
 ) -> None:
-    """Fold, store and, where heads share a scale, encode the rows that the plan says; with a token that completes the
-    window, or with the record of one that stands in the ring.
+    """Fold, store and encode the rows that the plan says; with a token that completes the window, or with the record of
+    one that stands in the ring.
     """
     shape, copy = pool.shape, pool.policy.read_copy
-    copy = copy if read_copies.by_head(copy) else None
+    by_head = read_copies.by_head(copy)
+    if copy is None:
+        codes, block = (None,) * 3, None
+    elif by_head:
+        codes, block = read_copies.words_of(pool), recipe_of(copy).options
+    else:
+        codes, block = (pool.copy_codes, pool.copy_scales, None), copy_store_of(copy)
     token = (None,) * 4 if inputs is None else _token(inputs)
     arguments = (
         plan.flush_rows,
@@ -233,7 +240,7 @@ def _flush(
         plan.slots,
         pool.checkpoint,
         pool.checkpoint_scales,
-        *((None,) * 3 if copy is None else read_copies.words_of(pool)),
+        *codes,
         pool.k_buffer,
         pool.d_buffer,
         pool.log_decay_buffer,
@@ -249,8 +256,8 @@ def _flush(
         "RING": pool.records,
         "STORE": store_of(pool.policy.checkpoint),
         "ROUNDS": PHILOX_ROUNDS,
-        "GLOBAL": None if copy is None else global_options(),
-        "BLOCK": None if copy is None else recipe_of(copy).options,
+        "GLOBAL": global_options() if by_head else None,
+        "BLOCK": block,
     }
     heads, width = plan.slots.shape[0] * shape.heads, 16 // pool.checkpoint.element_size()
     if chosen.head is not None and _all_bfloat16(pool.k_buffer, pool.d_buffer, *token[1:3]):
@@ -265,7 +272,7 @@ def _flush(
         )
         return
     tiles = chosen.flush
-    items = heads * (1 if copy is not None else shape.value_dim // tiles.rows)
+    items = heads * (1 if by_head else shape.value_dim // tiles.rows)
     _any(flush_kernel)[(min(chosen.flush_programs, items),)](
         *arguments,
         **constants,
@@ -336,7 +343,6 @@ def verify(pool: LayerPool, tokens: StepInputs, plan: StepPlan, output: torch.Te
 def commit(pool: LayerPool, plan: CommitPlan) -> None:
     """Fold, store and encode the windows that accepted drafts complete."""
     _flush(pool, plan, configuration(pool.policy, pool.shape, plan.slots.shape[0]))
-    _encode(pool, plan)
 
 
 def _lanes(pool: LayerPool) -> int:
@@ -352,13 +358,6 @@ def _all_bfloat16(*tensors: torch.Tensor | None) -> bool:
 def _viewed(pool: LayerPool) -> bool:
     """Whether a flush is read from the copy like any other token, before its store renews that."""
     return pool.policy.read_copy is not None and pool.policy.options.flush_read == "copy"
-
-
-def _encode(pool: LayerPool, plan: StepPlan | CommitPlan) -> None:
-    """The read copies that a flush does not encode itself."""
-    copy = pool.policy.read_copy
-    if copy is not None and not read_copies.by_head(copy):
-        read_copies.encode(pool, plan.flush_rows, plan.flush_count, plan.slots)
 
 
 def _token(inputs: StepInputs) -> tuple[torch.Tensor, ...]:

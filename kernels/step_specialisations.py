@@ -64,8 +64,14 @@ POLICIES = (
         ("window_fold", "product_fold"),
     ),
     ("kda_fp8", "fp32/fp8@16:buffer=bf16", "kimi_delta", _KIMI_DELTA, ("window_fold", "read")),
-    ("fp16_mxfp4", "fp16/mxfp4@16:buffer=bf16", "mamba2", _NANO, ("read", "encode_plain")),
-    ("fp16_nvfp4_value_dim_80", "fp16/nvfp4@16:buffer=bf16", "mamba2", _ODD_VALUES, ("read_copy", "flush_head")),
+    ("fp16_mxfp4", "fp16/mxfp4@16:buffer=bf16", "mamba2", _NANO, ("read", "flush")),
+    (
+        "fp16_nvfp4_value_dim_80",
+        "fp16/nvfp4@16:buffer=bf16",
+        "mamba2",
+        _ODD_VALUES,
+        ("read_copy", "flush_head"),
+    ),
 )
 """A kernel that several policies launch alike stands here once."""
 
@@ -104,10 +110,10 @@ def launches() -> list[Launch]:
     found = []
     for name, policy, family, shape, wanted in POLICIES:
         pool = allocate_pool(policy, family, shape, BATCH, device="meta")[0]
-        found += _named(name, wanted, _recorded(lambda pool=pool: _step_and_load(pool)))
+        found += _named(name, wanted, _recorded(lambda pool=pool: (decode(pool), _load(pool))))
     for name, policy, family, shape, wanted in DRAFTED:
         pool = allocate_pool(policy, family, shape, BATCH, drafts=DRAFTS, device="meta")[0]
-        found += _named(name, wanted, _recorded(lambda pool=pool: _verify_and_commit(pool)))
+        found += _named(name, wanted, _recorded(lambda pool=pool: verify_and_commit(pool)))
     pool = allocate_pool("fp32@16", "mamba2", _NANO, BATCH, device="meta")[0]
     return found + _recorded(lambda: _plan(pool))
 
@@ -125,8 +131,8 @@ def _plan(pool: LayerPool) -> None:
         steps.begin_step(pool.counters, _slots(), pool.policy.window)
 
 
-def _step_and_load(pool: LayerPool) -> None:
-    """One token of bfloat16 inputs, and a hand-off of float32 states."""
+def decode(pool: LayerPool) -> None:
+    """One token of bfloat16 inputs."""
     shape, recurrence = pool.shape, get_recurrence(pool.family)
     keys, values = (shape.key_heads, shape.key_dim), (shape.heads, shape.value_dim)
     q, k, v = (_tensor(torch.bfloat16, *sizes) for sizes in (keys, keys, values))
@@ -135,10 +141,14 @@ def _step_and_load(pool: LayerPool) -> None:
     rows, count = _tensor(torch.int32), torch.empty((1,), dtype=torch.int32, device="meta")
     plan = StepPlan(pool.counters, pool.policy.window, _slots(), rows, rows, count)
     steps.FAMILIES[pool.family].launch(pool, StepInputs(q, k, v, log_decay, beta), plan, torch.empty_like(v))
+
+
+def _load(pool: LayerPool) -> None:
+    """A hand-off of float32 states."""
     hand_off.launch(pool, _slots(), _tensor(torch.float32, *pool.checkpoint.shape[1:]))
 
 
-def _verify_and_commit(pool: LayerPool) -> None:
+def verify_and_commit(pool: LayerPool) -> None:
     """Drafts of bfloat16."""
     shape, rows = pool.shape, _tensor(torch.int32)
     keys, values = (DRAFTS, shape.key_heads, shape.key_dim), (DRAFTS, shape.heads, shape.value_dim)
@@ -162,7 +172,7 @@ def _tensor(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
     return torch.empty((BATCH, *sizes), dtype=dtype, device="meta")
 
 
-def _recorded(function: Callable[[], None]) -> list[Launch]:
+def _recorded(function: Callable[[], object]) -> list[Launch]:
     """What ``function`` would launch, in order."""
     with _caught() as found:
         function()

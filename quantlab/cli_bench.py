@@ -1,6 +1,7 @@
 """``quantlab bench``: how long a decode step takes, of its own bytes and beside other kernels."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +31,9 @@ DRY_BANDWIDTH = 4.2
 FAILED = ("comparison_failed", "failed")
 """Statuses of ours that end with exit status 1; a peer's failure is a line."""
 
+Offered = Callable[[int], dict[str, list[str]]]
+"""Drafts, 0 for steps -> the policies that each peer serves."""
+
 _NAMES = {
     "batch": "batch",
     "who": "kernels",
@@ -42,10 +46,15 @@ _NAMES = {
     "against_peer": "x of peer",
     "peer": "best peer",
     "against_baseline": "x of fp32@1",
+    "chosen": "chosen",
+    "chosen_against_peer": "x of peer, chosen",
     "kernels": "launches",
     "status": "status",
 }
-_RIGHT = ["batch", "drafts", "us", "quartiles", "megabytes", "of_copy", "against_peer", "against_baseline"]
+_RIGHT = [
+    *("batch", "drafts", "us", "quartiles", "megabytes"),
+    *("of_copy", "against_peer", "against_baseline", "chosen_against_peer"),
+]
 
 
 def bench(
@@ -73,6 +82,12 @@ def bench(
             help="Policies with a window verify T tokens and commit them all, against T steps; repeatable.",
         ),
     ] = None,
+    choose: Annotated[
+        bool,
+        typer.Option(
+            "--choose", help="Where another policy's kernels are chosen at a batch, time those too."
+        ),
+    ] = False,
     peer: Annotated[
         list[str] | None,
         typer.Option(
@@ -100,7 +115,7 @@ def bench(
     """Time one decode step of one layer, amortised over the window, after a comparison with plain torch."""
     if figure is not None:
         given = {"model": model, "shape": shape, "policy": policy, "batch": batch, "drafts": drafts}
-        _only("figure", given | {"peer": peer})
+        _only("figure", given | {"choose": choose, "peer": peer})
         _redraw(figure, output or figure, as_json)
         return
     if bandwidth is not None and not dry_run:
@@ -109,21 +124,21 @@ def bench(
 
     family, shapes = _layers(model, family, shape)
     wanted = parse_peers(peer or [])
+
+    def cases_of(offered: Offered) -> "list[Case]":
+        return _cases(family, shapes, policy, batch, offered, drafts, choose)
+
     if dry_run:
-        both = [{name: offered(name, family, count) for name in wanted} for count in (0, 1)]
-        _list(_cases(family, shapes, policy, batch, both, drafts), bandwidth or DRY_BANDWIDTH, as_json)
+        cases = cases_of(lambda drafts: {name: offered(name, family, drafts) for name in wanted})
+        _list(cases, bandwidth or DRY_BANDWIDTH, as_json)
         return
-    # Refuses bad input before anything is imported or allocated.
-    _cases(family, shapes, policy, batch, [{}, {}], drafts)
-    _measure(family, shapes, policy, batch, drafts, wanted, output, again, as_json)
+    cases_of(lambda drafts: {})  # refuses bad input before anything is imported or allocated
+    _measure(family, cases_of, wanted, output, again, as_json)
 
 
 def _measure(
     family: str,
-    shapes: "list[StateShape]",
-    policy: list[str] | None,
-    batch: list[int] | None,
-    drafts: list[int] | None,
+    cases_of: "Callable[[Offered], list[Case]]",
     wanted: dict[str, Path | None],
     output: Path | None,
     again: bool,
@@ -146,8 +161,7 @@ def _measure(
     peers, notes = load_peers(wanted)
     for note in notes:
         _say(note)
-    both = [{name: peer.policies(family, count) for name, peer in peers.items()} for count in (0, 1)]
-    cases = _cases(family, shapes, policy, batch, both, drafts)
+    cases = cases_of(lambda count: {name: peer.policies(family, count) for name, peer in peers.items()})
     timer = GraphTimer()
     progress = _Progress(len(cases))
     records = run_cases(
@@ -222,14 +236,13 @@ def _cases(
     shapes: "list[StateShape]",
     policy: list[str] | None,
     batch: list[int] | None,
-    peers: list[dict[str, list[str]]],
+    offered: Offered,
     drafts: list[int] | None,
+    choose: bool,
 ) -> "list[Case]":
-    """peers: by name the policies of their steps, and of their verifications."""
     from quantlab.kernels.bench_cases import expand
 
-    steps, verifying = peers
-    given = policy or list(POLICIES), batch or list(BATCHES), steps, drafts or [], verifying
+    given = policy or list(POLICIES), batch or list(BATCHES), offered(0), drafts or [], offered(1), choose
     return [case for shape in shapes for case in expand(family, shape, *given)]
 
 
@@ -312,6 +325,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
     def fixed(value: float | None, digits: int, unit: float = 1.0) -> str | None:
         return None if value is None else f"{value / unit:,.{digits}f}"
 
+    other = row["chosen"] not in (None, row["policy"])
     quartiles = None if row["us"] is None else f"{row['us_lower']:.2f}-{row['us_upper']:.2f}"
     return {
         "batch": row["batch"],
@@ -325,6 +339,8 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
         "against_peer": fixed(row["against_peer"], 2),
         "peer": row["peer"] and f"{row['peer']} {row['peer_policy']}",
         "against_baseline": fixed(row["against_baseline"], 2),
+        "chosen": row["chosen"] if other else None,
+        "chosen_against_peer": fixed(row["chosen_against_peer"], 2) if other else None,
         "kernels": row["kernels"],
         "status": None if row["status"] == "ok" else row["status"],
     }

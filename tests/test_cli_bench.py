@@ -39,6 +39,9 @@ def test_a_dry_run_lists_bytes_and_the_wall():
     # The wall of kernel_measurements: 43 and 36 us with inputs and outputs.
     for row, wall in ((rows[2], 43), (rows[3], 36)):
         assert (row["bytes"] + row["token_bytes"]) / 4.28e6 == pytest.approx(wall, rel=0.12)
+    one = ("--dry-run", "--batch", 1, "-p", "fp32/nvfp4@16:buffer=bf16")
+    assert [row["policy"] for row in objects(*one, "--choose")] == ["fp32@1", one[-1]]
+    assert [row["policy"] for row in objects(*one)] == [one[-1]]
     output = bench("--dry-run", "--batch", 8, "--peer", "replayssm", "--peer", "vllm")
     assert "us at 4.2 TB/s" in output
     assert output.count("replayssm") == output.count("vllm") == 2
@@ -209,6 +212,7 @@ def made_up(folder, batches=(1, 8, 32, 64, 256, 512)):
             point |= {"batch": batch, "heads": 64, "value_dim": 64, "key_dim": 128, "key_heads": 8}
             metrics = {"run": "one", "us": us, "us_lower": us * 0.99, "us_upper": us * 1.02, "bytes": moved}
             metrics |= {"bytes_per_us": moved / us, "of_copy": moved / us / 4.25e6, "copy_bandwidth": 4.25e6}
+            metrics["chosen"] = {"policy": "fp32@1" if batch == 1 else policy}
             metrics["checkpoint_bits"] = {"fp32": 32, "fp16": 16, "fp8_": 8}[policy[:4]]
             record = complete_record(
                 point | {"device": "NVIDIA H200"}, {"metrics": metrics}, environment={"gpu": "x"}

@@ -64,6 +64,7 @@ class Part:
                 peers,
                 self.drafts,
                 verifying,
+                chosen=True,
             )
         ]
 
@@ -114,7 +115,7 @@ TARGETS = (
 )
 """At batch 256, of the first shape of each family."""
 SMALL_BATCHES, SMALL_LEAST = (1, 8), 0.95
-"""Where any policy is to be this fast against the fastest peer."""
+"""Where any policy is to be this fast against the fastest peer, by the kernels chosen for it (``kernels.choice``)."""
 READ_SHARE = 0.70
 """Of the copy bandwidth, that a read kernel is to reach on its own bytes at batch 256."""
 SHAPE_SHARE = 0.85
@@ -246,11 +247,11 @@ def held(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for name in ("mamba2", "gated_delta", "kimi_delta"):
         for batch in SMALL_BATCHES:
             for row in _timed(rows, name, OURS, None, batch):
-                text = f"{name} {row['policy']} against the fastest peer, batch {batch}"
-                yield _line(text, row["against_peer"], SMALL_LEAST, "x")
+                yield _small(f"{name} {row['policy']}, batch {batch}", row)
     for row in rows:
         if row["drafts"] and row["us"] and row["implementation"] == OURS:
-            text = f"{row['family']} {row['policy']}: {row['drafts']} drafts against {row['peer'] or 'a peer'}, a state for each"
+            peer = row["peer"] or "a peer"
+            text = f"{row['family']} {row['policy']}: {row['drafts']} drafts against {peer}, a state for each"
             yield _line(text, row["against_peer"], DRAFT_LEAST, "x")
         elif row["us"] and row["implementation"] == OURS and row["batch"] == MAIN_BATCH:
             where = f"{row['family']} {_shape(row)} {row['policy']}"
@@ -264,6 +265,29 @@ def held(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
                 yield _line(
                     f"{where}: share of the copy over that of the first shape", share, SHAPE_SHARE, ""
                 )
+
+
+def _small(text: str, row: dict[str, Any]) -> str:
+    """By the kernels that are chosen for the policy at the batch, if a choice was recorded; and by the policy's own,
+    or with peers that are no rivals of the chosen ones, where that differs.
+    """
+    if row["chosen"] in (None, row["policy"]):
+        return _line(
+            f"{text}: its own kernels against {_peer_of(row)}", row["against_peer"], SMALL_LEAST, "x"
+        )
+    text += f": chosen {row['chosen']} against {_peer_of(row, 'chosen_')}"
+    if row["against_peer"] is not None:
+        text += f" (its own kernels {row['against_peer']:.2f}x of {_peer_of(row)}"
+        differs = (row["chosen_peer"], row["chosen_peer_policy"]) != (row["peer"], row["peer_policy"])
+        if differs and row["chosen_us"]:
+            text += f", the chosen {row['against_peer'] * row['us'] / row['chosen_us']:.2f}x of that"
+        text += ")"
+    return _line(text, row["chosen_against_peer"], SMALL_LEAST, "x")
+
+
+def _peer_of(row: dict[str, Any], which: str = "") -> str:
+    peer, policy = row[f"{which}peer"], row[f"{which}peer_policy"]
+    return f"{peer} {policy}" if peer else "the fastest peer"
 
 
 def _timed(

@@ -41,22 +41,19 @@ def speed_rows(records: Sequence[Record]) -> Iterator[Row]:
     ``peer``) at the same family, shape and batch; of drafts, than as many steps, or a peer's verification of as many.
     None without one that was timed in the same run.  A peer whose state has fewer bits a value than our checkpoint is
     no rival: it gives up what ours keeps.  Peers have no peer.
+
+    chosen: the policy whose kernels are to decode in this one's place, or its own.  chosen_us: what they took in the
+    same run.  chosen_against_peer: the fastest peer's time over it, a peer with fewer bits than the chosen checkpoint
+    being no rival; it may be a slower one than ``peer``, where the choice keeps more bits.
     """
     for record in records:
         point, metrics = record["point"], record["metrics"]
         mine, tokens = metrics.get("us"), point.get("drafts", 1)
         beside = [other for other in records if _same_group(record, other) and other["metrics"].get("us")]
-        base = [r for r in beside if (r["point"]["implementation"], r["point"]["policy"]) == (OURS, BASELINE)]
-        rivals = [
-            (r["metrics"]["us"] * tokens / r["point"].get("drafts", 1), r)
-            for r in beside
-            if r["point"]["implementation"] != OURS
-            and r["point"].get("drafts", tokens) == tokens
-            and not _coarser(r, record)
-        ]
-        theirs, best = min(rivals, key=lambda rival: rival[0], default=(None, None))
-        if point["implementation"] != OURS:
-            best = None
+        base = _of_ours(BASELINE, beside)
+        best = _fastest_rival(record, beside)
+        chosen = _of_ours(metrics.get("chosen", {}).get("policy"), beside)
+        rival = _fastest_rival(chosen, beside) if chosen else None
         yield {
             **{name: value for name, value in point.items() if name != "kind"},
             "drafts": point.get("drafts"),
@@ -64,18 +61,47 @@ def speed_rows(records: Sequence[Record]) -> Iterator[Row]:
             "status": record["status"],
             "message": record["message"],
             **{name: metrics.get(name) for name in NUMBERS},
-            "against_baseline": tokens * base[0]["metrics"]["us"] / mine if base and mine else None,
-            "against_peer": theirs / mine if best and mine else None,
+            "against_baseline": tokens * base["metrics"]["us"] / mine if base and mine else None,
+            "against_peer": _microseconds(best, tokens) / mine if best and mine else None,
             "peer": best["point"]["implementation"] if best else None,
             "peer_policy": best["point"]["policy"] if best else None,
+            "chosen": metrics.get("chosen", {}).get("policy"),
+            "chosen_us": chosen["metrics"]["us"] if chosen else None,
+            "chosen_against_peer": rival["metrics"]["us"] / chosen["metrics"]["us"]
+            if chosen and rival
+            else None,
+            "chosen_peer": rival["point"]["implementation"] if rival else None,
+            "chosen_peer_policy": rival["point"]["policy"] if rival else None,
             "control_share": metrics.get("control_share"),
             "kernels": " + ".join(metrics.get("kernels") or []) or None,
             "launches": metrics.get("launches") or {},
         }
 
 
-def _coarser(peer: Record, ours: Record) -> bool:
-    return peer["metrics"]["checkpoint_bits"] < ours["metrics"]["checkpoint_bits"]
+def _of_ours(policy: str | None, beside: Sequence[Record]) -> Record | None:
+    """Our steps of a policy."""
+    wanted = (OURS, policy, None)
+    points = ((r, r["point"]) for r in beside)
+    return next((r for r, p in points if (p["implementation"], p["policy"], p.get("drafts")) == wanted), None)
+
+
+def _fastest_rival(record: Record, beside: Sequence[Record]) -> Record | None:
+    """Of one of our records, among the peers' that keep as many bits; of drafts, their steps or as many drafts."""
+    if record["point"]["implementation"] != OURS:
+        return None
+    bits, tokens = record["metrics"]["checkpoint_bits"], record["point"].get("drafts", 1)
+    peers = (r for r in beside if r["point"]["implementation"] != OURS)
+    rivals = (
+        r
+        for r in peers
+        if r["metrics"]["checkpoint_bits"] >= bits and r["point"].get("drafts", tokens) == tokens
+    )
+    return min(rivals, key=lambda r: _microseconds(r, tokens), default=None)
+
+
+def _microseconds(record: Record, tokens: int) -> float:
+    """Of as many steps, or of a verification of so many drafts."""
+    return record["metrics"]["us"] * tokens / record["point"].get("drafts", 1)
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:

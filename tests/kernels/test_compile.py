@@ -33,6 +33,7 @@ DIVIDING = {
     "step_fp16_nvfp4_value_dim_80_flush_head",
     "step_fp8_sr_nvfp4_load",
     "step_gdn_product_fold",
+    "step_gdn_derived_product_fold",
     "step_kda_product_fold",
     "step_fp8_sr_nvfp4_encode",
     "encode_int16_head_sr",

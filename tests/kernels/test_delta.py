@@ -31,7 +31,7 @@ def channels(policy, shape=CHANNELS, **options):
 DERIVED, KEY, OUTPUT = ":contents=derived", ":key_read=checkpoint", ":flush_read=copy"
 FAST = [
     product("fp32/nvfp4@4", GROUPED, cursors=(0, 3), steps=2),
-    product("fp32/nvfp4@4" + DERIVED),
+    product("fp32/nvfp4@4" + DERIVED, StateShape(1, 48, 32, 1)),
     case("fp32@4", cursors=(2, 3)),
     channels("fp32/nvfp4@4", cursors=(0, 3)),
     channels("fp32/nvfp4@4:buffer=bf16" + DERIVED, token=BF16),
@@ -53,6 +53,7 @@ SLOW = [
     case("fp32/nvfp4@1" + OUTPUT + KEY, cursors=(0, 0)),
     product("fp16+sr/nvfp4@4", StateShape(1, 32, 64, 1)),
     product("fp8+sr/nvfp4@4" + DERIVED, StateShape(1, 16, 64, 1)),
+    product("int8+sr/nvfp4@4" + DERIVED, StateShape(1, 48, 64, 1)),
     product("int8@4", StateShape(1, 16, 96, 1)),
     product("fp32/nvfp4@4", StateShape(1, 64, 160, 1), cursors=(3,)),
     case("fp32@20", cursors=(18, 19)),
