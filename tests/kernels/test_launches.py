@@ -8,6 +8,7 @@ from triton.runtime.jit import JITFunction
 from quantlab.kernels import drafts, steps
 from quantlab.kernels.bench_timing import recorded_launches
 from quantlab.kernels.choice import rewrites
+from quantlab.kernels.mamba2_steps import FEWEST_STEPS, configuration
 from quantlab.kernels.step_specialisations import DRAFTS, decode, verify_and_commit
 from quantlab.recurrences import get_recurrence
 from quantlab.schemes import StateShape, parse_policy
@@ -74,3 +75,10 @@ def test_a_verification_and_its_commit_take_three_or_four(family, launched):
     assert len(found) > 50
     most = 4 if get_recurrence(family).delta_rule else 3
     assert {case: names for case, names in found.items() if len(names) > most} == {}
+
+
+@pytest.mark.parametrize(("sizes", "few", "many"), [((64, 64, 128, 8), 8, 16), ((24, 128, 256, 1), 8, 8)])
+def test_a_step_of_a_few_rows_has_more_programs(sizes, few, many):
+    shape, policy = StateShape(*sizes), parse_policy("fp32@1")
+    assert [configuration(policy, shape, batch).step.rows for batch in (1, 8, 256)] == [few, many, many]
+    assert 8 * shape.heads * shape.value_dim // many >= FEWEST_STEPS
