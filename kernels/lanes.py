@@ -64,7 +64,11 @@ def from_rows(x, R: tl.constexpr, N: tl.constexpr, RUN: tl.constexpr, WARPS: tl.
     BESIDE: tl.constexpr = WARPS * 16 // R
     LINES: tl.constexpr = N // (4 * RUN * BESIDE)
     if R < 64:
-        x = tl.permute(tl.reshape(x, (R // 16, 2, 8, LINES, RUN // 2, BESIDE, 4, 2)), (3, 1, 5, 0, 2, 6, 4, 7))
+        x = tl.permute(
+            tl.reshape(x, (R // 16, 2, 8, LINES, RUN // 2, BESIDE, 4, 2)), (3, 1, 5, 0, 2, 6, 4, 7)
+        )
     else:
-        x = tl.permute(tl.reshape(x, (R // 16, 2, 8, BESIDE, LINES, RUN // 2, 4, 2)), (4, 1, 3, 0, 2, 6, 5, 7))
+        x = tl.permute(
+            tl.reshape(x, (R // 16, 2, 8, BESIDE, LINES, RUN // 2, 4, 2)), (4, 1, 3, 0, 2, 6, 5, 7)
+        )
     return tl.reshape(x, (R * N // (4 * RUN), 4 * RUN))

@@ -65,7 +65,13 @@ POLICIES = (
     ),
     ("kda_fp8", "fp32/fp8@16:buffer=bf16", "kimi_delta", _KIMI_DELTA, ("window_fold", "read")),
     ("fp16_mxfp4", "fp16/mxfp4@16:buffer=bf16", "mamba2", _NANO, ("read", "encode_plain")),
-    ("fp16_nvfp4_value_dim_80", "fp16/nvfp4@16:buffer=bf16", "mamba2", _ODD_VALUES, ("read_copy", "flush_head")),
+    (
+        "fp16_nvfp4_value_dim_80",
+        "fp16/nvfp4@16:buffer=bf16",
+        "mamba2",
+        _ODD_VALUES,
+        ("read_copy", "flush_head"),
+    ),
 )
 """A kernel that several policies launch alike stands here once."""
 
