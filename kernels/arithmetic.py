@@ -40,6 +40,32 @@ def multiply_add(a, b, c):
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x rounded to nearest, for x from 2^-126 to 2^126."""
+    if not INTERPRETED:
+        # What rcp.rn is within its limits, but without a branch on them.
+        result = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .f32 minus, estimate, rest;
+            neg.f32 minus, $1;
+            rcp.approx.ftz.f32 estimate, $1;
+            fma.rn.f32 rest, minus, estimate, 0f3F800000;
+            fma.rn.f32 $0, estimate, rest, estimate;
+            }
+            """,
+            "=f,f",
+            [x],
+            tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        result = tl.math.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+    return result
+
+
+@triton.jit
 def narrowed(x, dtype: tl.constexpr):
     """float32, bfloat16 or float16 x in one of these types, to nearest, ties to even."""
     if x.dtype == dtype:

@@ -24,7 +24,7 @@ from quantlab.errors import InputError
 from quantlab.formats import Format
 from quantlab.formats.rounding import EXACT_BITS
 from quantlab.formats.table import Element, Integer
-from quantlab.kernels.arithmetic import INTERPRETED, multiply_add, narrowed
+from quantlab.kernels.arithmetic import INTERPRETED, multiply_add, narrowed, reciprocal
 from quantlab.kernels.decode import element_value, widened
 from quantlab.kernels.random import element_words
 from quantlab.kernels.rounding import encode
@@ -326,22 +326,22 @@ def row_quotients(x, scales):
 
 @triton.jit
 def unsigned_quotients(x, scales):
-    """``row_quotients`` whose zeros may have lost their signs: a division a row and five operations a value.
+    """``row_quotients`` whose zeros may have lost their signs: a reciprocal a row and four operations a value.
 
-    With y = 1 / s rounded to nearest, q = x y is off by at most 1.5 units in the last place (Brisebarre, Muller and
-    Raina, IEEE Transactions on Computers 53, 2004); q + (x - q s) y is off by less than one, and from there the same
-    step gives the rounded quotient (Markstein, "Computation of elementary functions on the IBM RISC System/6000",
-    1990), as long as the remainder is exact.  Small scales are lifted by a power of two, which changes no quotient;
-    the remainder is then exact for every quotient above 2^-42, and for int8 and E4M3 a smaller one is only a sign.
+    With y = 1 / s rounded to nearest and z = (1 - y s) y, x y + x z is off by hardly more than its own rounding, so q =
+    x y + x z rounded is off by less than one unit in the last place.  From there q + (x - q s) y is the rounded
+    quotient (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990), as long as the
+    remainder is exact.  Small scales are lifted by a power of two, which changes no quotient; the remainder is then
+    exact for every quotient above 2^-42, and for int8 and E4M3 a smaller one is only a sign.
     """
     lift = tl.where(scales < SMALL, LIFT, 1.0)
     divisor = scales * lift
-    inverse = tl.math.div_rn(tl.full(scales.shape, 1.0, tl.float32), divisor)
+    inverse = reciprocal(divisor)
+    low = multiply_add(-inverse, divisor, tl.full(scales.shape, 1.0, tl.float32)) * inverse
     divisor = tl.broadcast_to(over_rows(divisor), x.shape)
     inverse = tl.broadcast_to(over_rows(inverse), x.shape)
     lifted = x * over_rows(lift)
-    quotient = lifted * inverse
-    quotient = multiply_add(multiply_add(-quotient, divisor, lifted), inverse, quotient)
+    quotient = multiply_add(lifted, inverse, lifted * over_rows(low))
     return multiply_add(multiply_add(-quotient, divisor, lifted), inverse, quotient)
 
 

@@ -54,18 +54,48 @@ def encode_lanes(
     """The NVFP4 copy of R value rows, ``blocks_of`` them, from number ``first`` of all rows on."""
     PARTS: tl.constexpr = 16 // RUN
     LINES: tl.constexpr = R * N // (4 * RUN)
-    line = first + line_offsets(R, N, N, RUN, WARPS)
+    line, lane = line_offsets(R, N, N, RUN, WARPS)[:, None], tl.arange(0, 4)[None, :]
+    words += first // 8
+    scales += first // 16
+    nothing = 0
+    if R < 64:
+        # 0, but the compiler does not know.  It cannot tell that more would be aligned, so every lane stores what it
+        # has; an exchange for each tile, so that a lane stores more, would take longer.
+        nothing = tl.program_id(1)
     tops, scale = encode_blocks(blocks, amax, shared, BLOCK)
-    lane = tl.arange(0, 4)[None, :]
-    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (LINES, 4 // PARTS, PARTS)), (LINES, 4))
-    tl.store(scales + (line[:, None] // 16 + lane // PARTS), scale.to(tl.uint8), mask=lane % PARTS == 0)
+    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (LINES, 4 // PARTS, PARTS)), (LINES, 4)).to(
+        tl.uint8
+    )
+    if R >= 64 or PARTS == 1:
+        tl.store(scales + nothing + (line // 16 + lane // PARTS), scale, mask=lane % PARTS == 0)
+    else:  # neighbouring addresses are what makes the compiler keep to the lanes
+        tl.store(scales + nothing + (line // 16 + lane), scale, mask=lane == 0)
+        if PARTS == 2:
+            tl.store(scales + nothing + (line // 16 + (lane - 1)), scale, mask=lane == 2)
     tops = tl.permute(tops, (1, 2, 0, 3))
     if RUN == 4:
         packed = packed_tops(tl.reshape(tops, (LINES, 4, 4))).to(tl.int16)
-        tl.store(words.to(tl.pointer_type(tl.int16)) + (line[:, None] // 4 + lane), packed)
+        tl.store(words.to(tl.pointer_type(tl.int16)) + nothing + (line // 4 + lane), packed)
     else:
         packed = packed_tops(tl.reshape(tops, (LINES, RUN // 2, 8))).to(tl.int32, bitcast=True)
-        tl.store(words + (line[:, None] // 8 + tl.arange(0, RUN // 2)[None, :]), packed)
+        tl.store(words + nothing + (line // 8 + tl.arange(0, RUN // 2)[None, :]), packed)
+
+
+@triton.jit
+def lane_sums(x, R: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr):
+    """Row form of a narrow tile -> (R, 4 WARPS): what each lane sums by itself."""
+    return tl.sum(tl.sum(tl.reshape(x, (R, N // (8 * WARPS), 4 * WARPS, 2)), 3), 1)
+
+
+@triton.jit
+def sums_of_lanes(parts, R: tl.constexpr):
+    """``lane_sums`` of up to eight tiles -> the sum of each row, (8 R,): lanes meet once for all of them."""
+    nothing = parts[0] * 0.0
+    for _ in tl.static_range(len(parts), 8):
+        parts += (nothing,)
+    pairs = tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3]), tl.join(parts[4], parts[5])
+    low, high = tl.join(pairs[0], pairs[1]), tl.join(pairs[2], tl.join(parts[6], parts[7]))
+    return tl.reshape(tl.permute(tl.sum(tl.join(low, high), 1), (3, 2, 1, 0)), (8 * R,))
 
 
 @triton.jit
@@ -148,7 +178,7 @@ def flush_head_kernel(
         if output is not None and TILES > 1:
             query_at = q + (b * G + g) * N + lane_offsets(R, N, 0, RUN, WARPS)
             query = to_rows(widened(tl.load(query_at)), R, N, RUN, WARPS)
-        blocks, maxima = (), ()
+        blocks, maxima, results = (), (), ()
         for tile in tl.static_range(TILES):
             window = product(records[tile], low, None)
             window = product(records[tile], middle, window)
@@ -173,12 +203,17 @@ def flush_head_kernel(
                 if TILES == 1:
                     query_at = q + (b * G + g) * N + lane_offsets(R, N, 0, RUN, WARPS)
                     query = to_rows(widened(tl.load(query_at)), R, N, RUN, WARPS)
-                result = tl.sum(folded * query, 1)
-                result_at = output + (b * H + h) * P + tile * R + r
-                tl.store(result_at, narrowed(result, output.dtype.element_ty))
+                    result = tl.sum(folded * query, 1)
+                    tl.store(output + (b * H + h) * P + r, narrowed(result, output.dtype.element_ty))
+                else:
+                    results += (lane_sums(folded * query, R, N, WARPS),)
             part = blocks_of(from_rows(values, R, N, RUN, WARPS), R, N, RUN)
             blocks += (part,)
             maxima += (block_maxima(part),)
+        if output is not None and TILES > 1:
+            row = tl.arange(0, 8 * R)
+            result = narrowed(sums_of_lanes(results, R), output.dtype.element_ty)
+            tl.store(output + (b * H + h) * P + row, result, mask=row < P)
         most = maxima[0]
         for tile in tl.static_range(1, TILES):
             most = tl.maximum(most, maxima[tile])

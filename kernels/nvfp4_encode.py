@@ -13,7 +13,7 @@ clear of the subnormals, so small states are lifted by a power of two first, whi
 import triton
 import triton.language as tl
 
-from quantlab.kernels.arithmetic import INTERPRETED
+from quantlab.kernels.arithmetic import INTERPRETED, reciprocal
 
 SMALL: tl.constexpr = tl.constexpr(2.0**-60)
 LIFT: tl.constexpr = tl.constexpr(2.0**60)
@@ -101,32 +101,6 @@ def block_pointers(base, row, N: tl.constexpr, WIDTH: tl.constexpr):
     inner = 16 * tl.arange(0, N // 16)[:, None] + tl.arange(0, WIDTH)[None, :]
     part = WIDTH * tl.arange(0, 16 // WIDTH)
     return base + (part[:, None, None, None] + row[None, :, None, None] * N + inner[None, None, :, :])
-
-
-@triton.jit
-def reciprocal(x):
-    """1 / x rounded to nearest, for x from 2^-126 to 2^126."""
-    if not INTERPRETED:
-        # What rcp.rn is within its limits, but without a branch on them.
-        result = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .f32 minus, estimate, rest;
-            neg.f32 minus, $1;
-            rcp.approx.ftz.f32 estimate, $1;
-            fma.rn.f32 rest, minus, estimate, 0f3F800000;
-            fma.rn.f32 $0, estimate, rest, estimate;
-            }
-            """,
-            "=f,f",
-            [x],
-            tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        result = tl.math.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
-    return result
 
 
 @triton.jit
