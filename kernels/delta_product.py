@@ -37,6 +37,7 @@ from quantlab.kernels.delta_pieces import (
     right_operand,
     right_piece,
     row_of_lane,
+    row_of_piece,
     row_of_record,
     stored_rows,
 )
@@ -118,19 +119,13 @@ def fold_rows(
         stored += (tl.load(at + c * PIECE),)
     if STORE.scale is not None:
         row_scales = tl.load(checkpoint_scales + first + row_of_lane(R))
-    # The records' numbers, and all vectors over records, as (4, 8, R / 16, 2, 4), which is how a product of 16 columns
-    # leaves them; memory has neighbouring rows side by side, which must not be brought together.
+    # Numbers of records and vectors over them are (4, 8, R / 16, 2, 4), as a product of 16 columns leaves its sums.
     record = columns_of_lane(R, 16)
-    row = (
-        16 * tl.arange(0, R // 16)[None, None, :, None, None] + 8 * tl.arange(0, 2)[None, None, None, :, None]
-    )
-    row += tile * R + tl.arange(0, 8)[None, :, None, None, None]
-    held_at = tl.max_contiguous(
-        (head * RING + ring_place(origin, slot, record, RING)) * V + row, [1, 1, 1, 1, 1]
-    )
+    row = tile * R + row_of_piece(R)[:, :, :, :, None]
+    held_at = (head * RING + ring_place(origin, slot, record, RING)) * V + row
     wanted = widened(tl.load((v_buffer if RAW else d_buffer) + held_at, mask=record < L - 1, other=0))
     if q is not None:
-        value_at = tl.max_contiguous(tl.broadcast_to((b * H + h) * V + row, record.shape), [1, 1, 1, 1, 1])
+        value_at = tl.broadcast_to((b * H + h) * V + row, record.shape)
         wanted += widened(tl.load(v + value_at, mask=record == L - 1, other=0))
     right_row = row_of_record(16)[:, :, :, :, None]
     matrix = tl.load(systems + flush * (J * J) + (right_row * J + record))
@@ -222,9 +217,10 @@ def fold_rows(
             result += tl.sum(tl.sum(pieces[c] * query, 5), 4)
         lanes += (lanes_of_piece(pieces[c], R),)
     if q is not None:
-        result = tl.reshape(tl.sum(result, 0), (R,))
-        output_at = output + (b * H + h) * V + tile * R + row_of_lane(R)
-        tl.store(output_at, narrowed(result, output.dtype.element_ty))
+        result = tl.broadcast_to(tl.sum(result, 0, keep_dims=True), result.shape)
+        output_at = tl.broadcast_to((b * H + h) * V + tile * R + row_of_piece(R), result.shape)
+        one = tl.arange(0, 4)[:, None, None, None] == 0
+        tl.store(output + output_at, narrowed(result, output.dtype.element_ty), mask=one)
     number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
     sequence = tl.load(sequence_ids + slot).to(tl.uint32)
     stream = tl.full((1, 1), random_stream, tl.int32).to(tl.uint32)
