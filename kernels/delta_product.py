@@ -42,7 +42,7 @@ from quantlab.kernels.delta_pieces import (
     stored_rows,
 )
 from quantlab.kernels.delta_window import ring_place
-from quantlab.kernels.packed import exact_product, three_parts, wide_product
+from quantlab.kernels.packed import exact_product, parts_product, three_parts, wide_product
 from quantlab.kernels.scales import float_scale
 
 ROOT: tl.constexpr = tl.constexpr(2.0**63)
@@ -145,7 +145,7 @@ def fold_rows(
             high, middle, low = three_parts(operand(decoded_piece(stored[c], row_scales, R, STORE), R))
             if BY_KEY:
                 key_high, key_middle, key_low = parts_of(before_at + (right_at + c * PIECE), J * K)
-                predicted = wide_product(
+                predicted = parts_product(
                     high,
                     middle,
                     low,
@@ -186,8 +186,7 @@ def fold_rows(
             predicted = tl.permute(along, (2, 0, 1))[None, :, :, :, None]
         wanted = tl.where(record == L - 1, wanted - predicted, wanted)
     high, middle, low = three_parts(operand(wanted[:, :, :, :, None, :], R))
-    matrix_high, matrix_middle, matrix_low = three_parts(right_operand(matrix, R))
-    deltas = wide_product(high, middle, low, matrix_high, matrix_middle, matrix_low, None)
+    deltas = wide_product(high, middle, low, right_operand(matrix, R), None)
     high, middle, low = three_parts(deltas)
     turned_at = after_at + (row_of_record(PIECE)[:, :, :, :, None] * J + columns_of_lane(R, PIECE))
     pieces = ()
@@ -196,7 +195,7 @@ def fold_rows(
         if BY_KEY:
             decay = tl.load(gammas + flush * K + (piece_columns(R) + c * PIECE))
             key_high, key_middle, key_low = parts_of(turned_at + c * (PIECE * J), J * K)
-            state = wide_product(
+            state = parts_product(
                 high,
                 middle,
                 low,
