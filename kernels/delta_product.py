@@ -56,14 +56,8 @@ def parts_of(at, APART: tl.constexpr):
 
 
 @triton.jit
-def copy_along_key(
-    words, scales, first, key, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, R: tl.constexpr,
-    BY_KEY: tl.constexpr,
-):  # fmt: skip
-    """(NVFP4 copy) k / global scale in rows first + r of all rows, (R,).
-
-    key: a pointer to K numbers, or with BY_KEY to the first of three parts.
-    """
+def copy_along_key(words, scales, first, key, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr):
+    """(NVFP4 copy) k / global scale in rows first + r of all rows, (R,); key: a pointer to K numbers."""
     r, word = tl.arange(0, R)[:, None], tl.arange(0, KP // 8)[None, :]
     inside = word < K // 8
     codes = tl.load(words + first * (K // 8) + (r * (K // 8) + word), mask=inside, other=0)
@@ -71,12 +65,8 @@ def copy_along_key(
     scale = tl.load(scales + first * (K // 16) + (r * (K // 16) + word // 2), mask=inside, other=0)
     total = tl.zeros((R, KP // 8), tl.float32)
     for position in tl.static_range(8):
-        at = 8 * word + position
-        numbers = widened(tl.load(key + at, mask=inside, other=0))
-        if BY_KEY:
-            numbers += widened(tl.load(key + J * K + at, mask=inside, other=0))
-            numbers += widened(tl.load(key + 2 * J * K + at, mask=inside, other=0))
-        total += e2m1(codes, position) * (numbers * ROOT)
+        numbers = widened(tl.load(key + 8 * word + position, mask=inside, other=0)) * ROOT
+        total += e2m1(codes, position) * numbers
     return tl.sum(total * ROOT * e4m3(scale), 1)
 
 
@@ -179,9 +169,9 @@ def fold_rows(
     elif q is not None:
         if KEY_COPY:
             if BY_KEY:
-                along = copy_along_key(words, scales, first, before_at + (L - 1) * K, K, KP, J, R, BY_KEY)
+                along = copy_along_key(words, scales, first, gammas + (2 * flush + 1) * K, K, KP, R)
             else:
-                along = copy_along_key(words, scales, first, k + (b * G + g) * K, K, KP, J, R, BY_KEY) * whole
+                along = copy_along_key(words, scales, first, k + (b * G + g) * K, K, KP, R) * whole
             along = tl.reshape(along * tl.load(global_scale + head), (R // 16, 2, 8))
             predicted = tl.permute(along, (2, 0, 1))[None, :, :, :, None]
         wanted = tl.where(record == L - 1, wanted - predicted, wanted)
@@ -193,7 +183,7 @@ def fold_rows(
     for c in tl.static_range(PIECES):
         state = decoded_piece(afresh(stored[c]), row_scales, R, STORE)
         if BY_KEY:
-            decay = tl.load(gammas + flush * K + (piece_columns(R) + c * PIECE))
+            decay = tl.load(gammas + 2 * flush * K + (piece_columns(R) + c * PIECE))
             key_high, key_middle, key_low = parts_of(turned_at + c * (PIECE * J), J * K)
             state = parts_product(
                 high,

@@ -180,9 +180,9 @@ def channel_system(
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr,
 ):  # fmt: skip
-    """``head_system`` under a decay a key channel: ``gammas`` (B, H, K) of the whole window; and as three bfloat16 each
-    key times the decays up to it in ``keys_before`` (B, H, 3, J, K), and times those behind it in ``keys_after``
-    (B, H, 3, K, J).
+    """``head_system`` under a decay a key channel: ``gammas`` (B, H, 2, K) have the decay of the whole window, and the
+    token's key times it, if there is one; and as three bfloat16 each key times the decays up to it in ``keys_before``
+    (B, H, 3, J, K), and times those behind it in ``keys_after`` (B, H, 3, K, J).
 
     factors: float32 (J, K) to work in.  Every lane goes back through the decays of its record's channels by itself.
     """
@@ -230,8 +230,9 @@ def channel_system(
     store_parts(keys_before + (item * (3 * J * K) + record * K + column), decayed, column < K, J * K)
     turned = item * (3 * J * K) + column * J + record
     store_parts(keys_after + turned, after, column < K, J * K)
-    first = (record == 0) & (column < K)
-    tl.store(gammas + (item * K + column), tl.broadcast_to(whole, column.shape), mask=first)
+    gammas_at = gammas + (2 * item * K + column)
+    tl.store(gammas_at, tl.broadcast_to(whole, column.shape), mask=(record == 0) & (column < K))
+    tl.store(gammas_at + K, decayed, mask=(record == L - 1) & (column < K))
     i, j = tl.arange(0, J)[:, None], tl.arange(0, J)[None, :]
     scores = tl.load(system + (i * J + j), mask=(j < i) & (i < HELD), other=0)
     tl.debug_barrier()
