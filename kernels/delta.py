@@ -140,6 +140,7 @@ def window_launch(pool: LayerPool, inputs: StepInputs, plan: StepPlan, scratch: 
         **{name: value for name, value in sizes(pool, Tuning()).items() if name in ("H", "G", "K", "KP")},
         **window_sizes(pool),
         **coefficient_sizes(pool),
+        "OVERLAP": target.overlaps(pool.device),
     }
     return Launch(window_kernel, plan.slots.shape[0] * units, arguments, constants, choices.options(1, None))
 
@@ -155,6 +156,8 @@ def read_launch(
         # Of a checkpoint alone as many bytes in flight whatever its format.
         most = 16 if copy else 64 // pool.checkpoint.element_size()
     rows = tuning.read_rows or choices.dividing(shape.value_dim, most)
+    # Behind a launch that folds as well it would only hold room that the folds need.
+    overlap = target.overlaps(pool.device) and choices.by_product(pool, inputs, tuning)
     arguments = {
         **copied(pool),
         **stored(pool),
@@ -173,8 +176,12 @@ def read_launch(
         "R": rows,
         "SIZE": choices.power_below(shape.key_dim),
         "COPY": copy,
+        "OVERLAP": overlap,
         "BY_KEY": choices.by_key(pool),
         "KEY_COPY": choices.key_copy(pool),
     }
     programs = output.shape[0] * shape.heads * (shape.value_dim // rows)
-    return Launch(read_kernel, programs, arguments, constants, choices.options(1, tuning.read_registers))
+    options = choices.options(1, tuning.read_registers)
+    if overlap:
+        options["launch_pdl"] = True
+    return Launch(read_kernel, programs, arguments, constants, options)

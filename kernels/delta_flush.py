@@ -111,7 +111,9 @@ def system_launch(
     }
     warps = choices.held(pool) // 4 if choices.by_key(pool) else 1
     programs = choices.system_programs(pool, plan.slots.shape[0], tuning)
-    return Launch(system_kernel, programs, arguments, constants, choices.options(warps, None))
+    # So that a multiprocessor of an H200 holds as many of them as there are for it at batch 256.
+    registers = 128 if choices.by_key(pool) else None
+    return Launch(system_kernel, programs, arguments, constants, choices.options(warps, registers))
 
 
 def product_launch(

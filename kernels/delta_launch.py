@@ -79,7 +79,7 @@ def scratch_of(
         largest=memory(heads, tiles) if read_copies.by_head(pool.policy.read_copy) and not product else None,
         factors=factors,
         systems=memory(heads, held, held) if product else None,
-        gammas=memory(heads, shape.key_dim if by_key else held) if product else None,
+        gammas=memory(heads, *((2, shape.key_dim) if by_key else (held,))) if product else None,
         keys_before=memory(*parts, dtype=torch.bfloat16) if product and by_key else None,
         keys_after=memory(*turned, dtype=torch.bfloat16) if product else None,
     )

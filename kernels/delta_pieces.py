@@ -63,6 +63,23 @@ def piece_offsets(R: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def apart(lane):
+    """int32 ``lane`` as numbers that the compiler knows nothing of.  Of what is side by side in memory it would give
+    one lane several, and pass them through shared memory.
+    """
+    if not INTERPRETED:
+        lane = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [lane], tl.int32, is_pure=True, pack=1)
+    return lane
+
+
+@triton.jit
+def row_of_piece(R: tl.constexpr):
+    """Value row of each entry of a stored piece, (1, 8, R / 16, 2), ``apart``."""
+    s, w = apart(tl.arange(0, 8))[None, :, None, None], tl.arange(0, R // 16)[None, None, :, None]
+    return 16 * w + 8 * tl.arange(0, 2)[None, None, None, :] + s
+
+
+@triton.jit
 def piece_columns(R: tl.constexpr):
     """Key dim within a piece of every entry of a vector that each lane loads for itself."""
     t = tl.arange(0, 4)[:, None, None, None, None, None]
@@ -238,18 +255,18 @@ def general_codes(x, words, STORE: tl.constexpr):
 
 @triton.jit
 def block_maxima(pieces, row_scales, R: tl.constexpr, STORE: tl.constexpr):
-    """Largest magnitudes of the blocks of whole rows (``lanes``): one (4, R, PIECE / 16) for every four pieces.
+    """Largest magnitudes of the blocks of whole rows (stored pieces): one (4, 8, R / 16, 2, PIECE / 16) for every four
+    pieces.
 
     Four lanes share a block, so each gets those of another piece's to derive scales from.
     """
     found = ()
-    t = tl.arange(0, 4)[:, None, None]
+    t = tl.arange(0, 4)[:, None, None, None, None]
     for four in tl.static_range(0, len(pieces), 4):
-        amax = tl.zeros((4, R, PIECE // 16), tl.float32)
+        amax = tl.zeros((4, 8, R // 16, 2, PIECE // 16), tl.float32)
         for c in tl.static_range(four, min(four + 4, len(pieces))):
-            blocks = tl.reshape(decoded_lanes(pieces[c], row_scales, STORE), (R, 4, PIECE // 16, 4))
-            largest = tl.max(tl.max(tl.abs(blocks), 3), 1)
-            amax = tl.where(t == c - four, largest[None, :, :], amax)
+            largest = tl.max(tl.max(tl.abs(decoded_piece(pieces[c], row_scales, R, STORE)), 5), 0)
+            amax = tl.where(t == c - four, largest[None, :, :, :, :], amax)
         found += (amax,)
     return found
 
@@ -264,33 +281,32 @@ def encode_rows(
     code_halves: int16, four codes each.  scale_pairs: int16, two scales each.
     """
     PIECES: tl.constexpr = K // PIECE
-    SIXTEENS: tl.constexpr = PIECE // 16
     at = checkpoint + first * K + piece_offsets(R, K)
     pieces, row_scales = (), None
     for c in tl.static_range(PIECES):
-        pieces += (lanes_of_piece(tl.load(at + c * PIECE), R),)
+        pieces += (tl.load(at + c * PIECE),)
     if STORE.scale is not None:
         row_scales = tl.load(checkpoint_scales + first + row_of_lane(R))
     maxima = block_maxima(pieces, row_scales, R, STORE)
-    t, row, n, place = tl.arange(0, 4), row_of_lane(R), tl.arange(0, SIXTEENS), tl.arange(0, 4)
+    t, n = apart(tl.arange(0, 4))[:, None, None, None], tl.arange(0, PIECE // 16)[None, None, None, None, :]
+    place = tl.arange(0, 4)[None, None, None, None, None, :]
+    row = first + row_of_piece(R)
     lift = tl.where(shared < SMALL, LIFT, 1.0)
-    inner = row[:, None] * (K // 4) + 4 * n[None, :]
-    half_at = code_halves + first * (K // 4) + (t[:, None, None] + inner[None, :, :])
-    pair_at = scale_pairs + first * (K // 32) + (row[None, :] * (K // 32) + t[:, None])
+    half_at = row[:, :, :, :, None] * (K // 4) + (4 * n + t[:, :, :, :, None])
+    pair_at = row * (K // 32) + t
     for four in tl.static_range(0, PIECES, 4):
         scales, divisors, inverses = block_scales(maxima[four // 4] * lift, shared, lift, BLOCK)
-        pairs = tl.sum(scales << (8 * n)[None, None, :], 2)
-        tl.store(pair_at + four, pairs.to(tl.int16), mask=(t < PIECES - four)[:, None])
+        pairs = tl.sum(scales << (8 * n), 4)
+        tl.store(scale_pairs + (pair_at + four), pairs.to(tl.int16), mask=t < PIECES - four)
         for c in tl.static_range(four, min(four + 4, PIECES)):
-            own = (t == c - four)[:, None, None]
-            divisor = tl.sum(tl.where(own, divisors, 0.0), 0)
-            inverse = tl.sum(tl.where(own, inverses, 0.0), 0)
-            values = decoded_lanes(afresh(pieces[c]), row_scales, STORE)
-            blocks = tl.permute(tl.reshape(values, (R, 4, SIXTEENS, 4)), (1, 0, 2, 3))
+            own = t[:, :, :, :, None] == c - four
+            divisor = tl.sum(tl.where(own, divisors, 0.0), 0)[None, :, :, :, :, None]
+            inverse = tl.sum(tl.where(own, inverses, 0.0), 0)[None, :, :, :, :, None]
+            blocks = decoded_piece(afresh(pieces[c]), row_scales, R, STORE)
             if shared < SMALL:  # remainders would be subnormal
                 blocks *= LIFT
-            divisor = tl.broadcast_to(divisor[None, :, :, None], blocks.shape)
-            inverse = tl.broadcast_to(inverse[None, :, :, None], blocks.shape)
+            divisor = tl.broadcast_to(divisor, blocks.shape)
+            inverse = tl.broadcast_to(inverse, blocks.shape)
             codes = e2m1_nearest(quotient(blocks, divisor, inverse), blocks)
-            halves = tl.sum(codes << (4 * place)[None, None, None, :], 3)
-            tl.store(half_at + c * (PIECE // 4), halves.to(tl.int16))
+            halves = tl.sum(codes << (4 * place), 5)
+            tl.store(code_halves + (half_at + c * (PIECE // 4)), halves.to(tl.int16))

@@ -37,11 +37,12 @@ from quantlab.kernels.delta_pieces import (
     right_operand,
     right_piece,
     row_of_lane,
+    row_of_piece,
     row_of_record,
     stored_rows,
 )
 from quantlab.kernels.delta_window import ring_place
-from quantlab.kernels.packed import exact_product, three_parts, wide_product
+from quantlab.kernels.packed import exact_product, parts_product, three_parts, wide_product
 from quantlab.kernels.scales import float_scale
 
 ROOT: tl.constexpr = tl.constexpr(2.0**63)
@@ -55,14 +56,8 @@ def parts_of(at, APART: tl.constexpr):
 
 
 @triton.jit
-def copy_along_key(
-    words, scales, first, key, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, R: tl.constexpr,
-    BY_KEY: tl.constexpr,
-):  # fmt: skip
-    """(NVFP4 copy) k / global scale in rows first + r of all rows, (R,).
-
-    key: a pointer to K numbers, or with BY_KEY to the first of three parts.
-    """
+def copy_along_key(words, scales, first, key, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr):
+    """(NVFP4 copy) k / global scale in rows first + r of all rows, (R,); key: a pointer to K numbers."""
     r, word = tl.arange(0, R)[:, None], tl.arange(0, KP // 8)[None, :]
     inside = word < K // 8
     codes = tl.load(words + first * (K // 8) + (r * (K // 8) + word), mask=inside, other=0)
@@ -70,12 +65,8 @@ def copy_along_key(
     scale = tl.load(scales + first * (K // 16) + (r * (K // 16) + word // 2), mask=inside, other=0)
     total = tl.zeros((R, KP // 8), tl.float32)
     for position in tl.static_range(8):
-        at = 8 * word + position
-        numbers = widened(tl.load(key + at, mask=inside, other=0))
-        if BY_KEY:
-            numbers += widened(tl.load(key + J * K + at, mask=inside, other=0))
-            numbers += widened(tl.load(key + 2 * J * K + at, mask=inside, other=0))
-        total += e2m1(codes, position) * (numbers * ROOT)
+        numbers = widened(tl.load(key + 8 * word + position, mask=inside, other=0)) * ROOT
+        total += e2m1(codes, position) * numbers
     return tl.sum(total * ROOT * e4m3(scale), 1)
 
 
@@ -118,19 +109,13 @@ def fold_rows(
         stored += (tl.load(at + c * PIECE),)
     if STORE.scale is not None:
         row_scales = tl.load(checkpoint_scales + first + row_of_lane(R))
-    # The records' numbers, and all vectors over records, as (4, 8, R / 16, 2, 4), which is how a product of 16 columns
-    # leaves them; memory has neighbouring rows side by side, which must not be brought together.
+    # Numbers of records and vectors over them are (4, 8, R / 16, 2, 4), as a product of 16 columns leaves its sums.
     record = columns_of_lane(R, 16)
-    row = (
-        16 * tl.arange(0, R // 16)[None, None, :, None, None] + 8 * tl.arange(0, 2)[None, None, None, :, None]
-    )
-    row += tile * R + tl.arange(0, 8)[None, :, None, None, None]
-    held_at = tl.max_contiguous(
-        (head * RING + ring_place(origin, slot, record, RING)) * V + row, [1, 1, 1, 1, 1]
-    )
+    row = tile * R + row_of_piece(R)[:, :, :, :, None]
+    held_at = (head * RING + ring_place(origin, slot, record, RING)) * V + row
     wanted = widened(tl.load((v_buffer if RAW else d_buffer) + held_at, mask=record < L - 1, other=0))
     if q is not None:
-        value_at = tl.max_contiguous(tl.broadcast_to((b * H + h) * V + row, record.shape), [1, 1, 1, 1, 1])
+        value_at = tl.broadcast_to((b * H + h) * V + row, record.shape)
         wanted += widened(tl.load(v + value_at, mask=record == L - 1, other=0))
     right_row = row_of_record(16)[:, :, :, :, None]
     matrix = tl.load(systems + flush * (J * J) + (right_row * J + record))
@@ -150,7 +135,7 @@ def fold_rows(
             high, middle, low = three_parts(operand(decoded_piece(stored[c], row_scales, R, STORE), R))
             if BY_KEY:
                 key_high, key_middle, key_low = parts_of(before_at + (right_at + c * PIECE), J * K)
-                predicted = wide_product(
+                predicted = parts_product(
                     high,
                     middle,
                     low,
@@ -184,24 +169,23 @@ def fold_rows(
     elif q is not None:
         if KEY_COPY:
             if BY_KEY:
-                along = copy_along_key(words, scales, first, before_at + (L - 1) * K, K, KP, J, R, BY_KEY)
+                along = copy_along_key(words, scales, first, gammas + (2 * flush + 1) * K, K, KP, R)
             else:
-                along = copy_along_key(words, scales, first, k + (b * G + g) * K, K, KP, J, R, BY_KEY) * whole
+                along = copy_along_key(words, scales, first, k + (b * G + g) * K, K, KP, R) * whole
             along = tl.reshape(along * tl.load(global_scale + head), (R // 16, 2, 8))
             predicted = tl.permute(along, (2, 0, 1))[None, :, :, :, None]
         wanted = tl.where(record == L - 1, wanted - predicted, wanted)
     high, middle, low = three_parts(operand(wanted[:, :, :, :, None, :], R))
-    matrix_high, matrix_middle, matrix_low = three_parts(right_operand(matrix, R))
-    deltas = wide_product(high, middle, low, matrix_high, matrix_middle, matrix_low, None)
+    deltas = wide_product(high, middle, low, right_operand(matrix, R), None)
     high, middle, low = three_parts(deltas)
     turned_at = after_at + (row_of_record(PIECE)[:, :, :, :, None] * J + columns_of_lane(R, PIECE))
     pieces = ()
     for c in tl.static_range(PIECES):
         state = decoded_piece(afresh(stored[c]), row_scales, R, STORE)
         if BY_KEY:
-            decay = tl.load(gammas + flush * K + (piece_columns(R) + c * PIECE))
+            decay = tl.load(gammas + 2 * flush * K + (piece_columns(R) + c * PIECE))
             key_high, key_middle, key_low = parts_of(turned_at + c * (PIECE * J), J * K)
-            state = wide_product(
+            state = parts_product(
                 high,
                 middle,
                 low,
@@ -222,9 +206,10 @@ def fold_rows(
             result += tl.sum(tl.sum(pieces[c] * query, 5), 4)
         lanes += (lanes_of_piece(pieces[c], R),)
     if q is not None:
-        result = tl.reshape(tl.sum(result, 0), (R,))
-        output_at = output + (b * H + h) * V + tile * R + row_of_lane(R)
-        tl.store(output_at, narrowed(result, output.dtype.element_ty))
+        result = tl.broadcast_to(tl.sum(result, 0, keep_dims=True), result.shape)
+        output_at = tl.broadcast_to((b * H + h) * V + tile * R + row_of_piece(R), result.shape)
+        one = tl.arange(0, 4)[:, None, None, None] == 0
+        tl.store(output + output_at, narrowed(result, output.dtype.element_ty), mask=one)
     number = (tl.load(store_numbers + slot) + 1).to(tl.uint32)
     sequence = tl.load(sequence_ids + slot).to(tl.uint32)
     stream = tl.full((1, 1), random_stream, tl.int32).to(tl.uint32)

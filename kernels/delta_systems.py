@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.decode import widened
+from quantlab.kernels.delta_pieces import apart
 from quantlab.kernels.delta_window import entries, ring_place
 from quantlab.kernels.packed import product, three_parts
 
@@ -179,9 +180,9 @@ def channel_system(
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr,
 ):  # fmt: skip
-    """``head_system`` under a decay a key channel: ``gammas`` (B, H, K) of the whole window; and as three bfloat16 each
-    key times the decays up to it in ``keys_before`` (B, H, 3, J, K), and times those behind it in ``keys_after``
-    (B, H, 3, K, J).
+    """``head_system`` under a decay a key channel: ``gammas`` (B, H, 2, K) have the decay of the whole window, and the
+    token's key times it, if there is one; and as three bfloat16 each key times the decays up to it in ``keys_before``
+    (B, H, 3, J, K), and times those behind it in ``keys_after`` (B, H, 3, K, J).
 
     factors: float32 (J, K) to work in.  Every lane goes back through the decays of its record's channels by itself.
     """
@@ -191,7 +192,9 @@ def channel_system(
     b = tl.load(flush_rows + i)
     slot = tl.load(slots + b).to(tl.int64)
     g, head = h // (H // G), slot * H + h
-    record = 4 * tl.arange(0, WARPS)[None, None, :, None, None] + tl.arange(0, 4)[None, :, None, None, None]
+    record = (
+        4 * tl.arange(0, WARPS)[None, None, :, None, None] + apart(tl.arange(0, 4))[None, :, None, None, None]
+    )
     row = 4 * tl.arange(0, WARPS)[None, :] + tl.arange(0, 4)[:, None]
     column = record_columns(KP, WARPS)
     system = systems + item * (J * J)
@@ -225,11 +228,11 @@ def channel_system(
             tl.store(system + (row * J + number - 1), scores)
     tl.debug_barrier()
     store_parts(keys_before + (item * (3 * J * K) + record * K + column), decayed, column < K, J * K)
-    # Of a lane's four neighbours each stands in a row of its own, and must not be brought together for that.
-    turned = tl.max_contiguous(item * (3 * J * K) + column * J + record, [1, 1, 1, 1, 1])
+    turned = item * (3 * J * K) + column * J + record
     store_parts(keys_after + turned, after, column < K, J * K)
-    first = (record == 0) & (column < K)
-    tl.store(gammas + (item * K + column), tl.broadcast_to(whole, column.shape), mask=first)
+    gammas_at = gammas + (2 * item * K + column)
+    tl.store(gammas_at, tl.broadcast_to(whole, column.shape), mask=(record == 0) & (column < K))
+    tl.store(gammas_at + K, decayed, mask=(record == L - 1) & (column < K))
     i, j = tl.arange(0, J)[:, None], tl.arange(0, J)[None, :]
     scores = tl.load(system + (i * J + j), mask=(j < i) & (i < HELD), other=0)
     tl.debug_barrier()

@@ -186,8 +186,15 @@ def exact_product(high, middle, low, right, total):
 
 
 @triton.jit
-def wide_product(high, middle, low, right_high, right_middle, right_low, total):
-    """total + the product of two float32 factors, each its ``three_parts``, but for terms of 2^-24 of what they sum."""
+def wide_product(high, middle, low, right, total):
+    """total + the ``three_parts`` of a float32 factor @ float32 right, but for terms of 2^-24 of what they sum."""
+    right_high, right_middle, right_low = three_parts(right)
+    return parts_product(high, middle, low, right_high, right_middle, right_low, total)
+
+
+@triton.jit
+def parts_product(high, middle, low, right_high, right_middle, right_low, total):
+    """``wide_product`` of a right factor that is ``three_parts``, too."""
     total = each(low, right_high, total)
     total = each(middle, right_middle, total)
     total = each(high, right_low, total)

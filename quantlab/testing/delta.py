@@ -74,8 +74,7 @@ def product_kernel(left, right, output, N: tl.constexpr, WIDE: tl.constexpr):
     high, middle, low = three_parts(tl.load(left + (warp * (16 * N) + row * N + column[None, None, :])))
     other = tl.load(right + (column[:, None] * 16 + tl.arange(0, 16)[None, :]))
     if WIDE:
-        other_high, other_middle, other_low = three_parts(other)
-        found = wide_product(high, middle, low, other_high, other_middle, other_low, None)
+        found = wide_product(high, middle, low, other, None)
     else:
         found = exact_product(high, middle, low, other.to(tl.bfloat16), None)
     tl.store(output + (warp * 256 + row * 16 + tl.arange(0, 16)[None, None, :]), found)
