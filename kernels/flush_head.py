@@ -217,7 +217,7 @@ def flush_head_kernel(
         most = maxima[0]
         for tile in tl.static_range(1, TILES):
             most = tl.maximum(most, maxima[tile])
-        shared, _ = float_scale(tl.max(tl.max(most, 1), 0), 1.0, GLOBAL)
+        shared, _ = float_scale(tl.max(most), 1.0, GLOBAL)
         tl.store(global_scale + head, shared)
         for tile in tl.static_range(TILES):
             first = head * (P * N) + tile * (R * N)

@@ -14,6 +14,7 @@ equal ones the compiler spreads lanes over differs between its releases.
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl

@@ -93,16 +93,16 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
     else:
         flush, programs = Tiles(_dividing(shape.value_dim, 64), min(columns, 64), warps=4), 528
     head, head_programs = None, MULTIPROCESSORS
-    height = shape.value_dim if shape.value_dim in (64, 128) else 16
+    height = shape.value_dim if shape.value_dim in (64, 128) else 16  # of a tile
     warps = max(4, height // 16, height * shape.key_dim // 2048)  # 64 numbers a lane
     beside = warps * 16 // height  # warps that share a value row
     held = shape.value_dim * shape.key_dim // (32 * warps)
     fits = warps <= 8 and shape.key_dim >= 16 * beside and 64 <= shape.value_dim <= 128 and held <= 128
     if read_copies.by_head(policy.read_copy) and fits:
-        registers = None if stochastic or height < shape.value_dim else 168
-        head = Tiles(height, warps=warps, registers=registers)
+        long = stochastic or height < shape.value_dim
+        head = Tiles(height, warps=warps, registers=None if long else 168)
         # Beside the reads one block a multiprocessor is best, as long as it does not take longer than they do.
-        head_programs *= 2 if stochastic else 1
+        head_programs *= 2 if long else 1
     return Configuration(step, read, flush, programs, head, head_programs)
 
 
