@@ -1,10 +1,11 @@
 """Launches of the decode kernels of gated_delta and kimi_delta on a layer's pool: which policies they serve, and how.
 
-Where a fold is matrix products, a layer's step is two pairs of launches that do not depend on each other: the systems
-of the windows that are full, and the folds of these with their read copies; the coefficients of the other windows, and
-the reads of these.  Elsewhere it is at most three: the folds of the rows whose window is full, beside the coefficients
-of the other rows' windows; the reads of these; and the read copy of what was folded.  With window 1 and no read copy it
-is one, which rewrites the state.  ``delta_window``, ``delta_read``, ``delta_fold``, ``delta_systems`` and
+A layer's step is at most three launches.  Where a fold is matrix products these are the systems of the windows that are
+full, beside the coefficients of the other windows; the folds with their read copies; and beside these the reads of the
+other rows.  Elsewhere they are the folds of the rows whose window is full, beside the coefficients of the others; the
+reads of these; and the read copy of what was folded.  With window 1 and no read copy it is one, which rewrites the
+state.
+``delta_window``, ``delta_read``, ``delta_fold``, ``delta_systems`` and
 ``delta_product`` have the mathematics; ``delta_flush`` launches the folds.
 """
 
@@ -13,13 +14,12 @@ from torch import Tensor
 from quantlab.kernels import delta_choices as choices
 from quantlab.kernels import read_copies, target
 from quantlab.kernels.delta_choices import Tuning
-from quantlab.kernels.delta_flush import fold_launch, product_fold
+from quantlab.kernels.delta_flush import fold_launch, product_launch, system_launch
 from quantlab.kernels.delta_fold import step_kernel
 from quantlab.kernels.delta_launch import (
     PHILOX_ROUNDS,
     Launch,
     Scratch,
-    coefficient_sizes,
     copied,
     origin,
     random,
@@ -31,7 +31,6 @@ from quantlab.kernels.delta_launch import (
 )
 from quantlab.kernels.delta_read import read_kernel
 from quantlab.kernels.delta_tiles import LANES_A_ROW
-from quantlab.kernels.delta_window import window_kernel
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import Policy
@@ -82,9 +81,9 @@ def decode(
         return
     scratch = scratch_of(pool, inputs, plan, tuning)
     if choices.by_product(pool, inputs, tuning):
+        system_launch(pool, inputs, plan, scratch, tuning).run()
         with target.beside(pool.device):
-            product_fold(pool, inputs, plan, output, scratch, tuning)
-        window_launch(pool, inputs, plan, scratch).run()
+            product_launch(pool, inputs, plan, output, scratch, tuning).run()
         read_launch(pool, inputs, plan, output, scratch, tuning).run()
         target.together(pool.device)
         return
@@ -122,29 +121,6 @@ def step_launch(
     return Launch(step_kernel, programs, arguments, constants, choices.options(1, tuning.step_registers))
 
 
-def window_launch(pool: LayerPool, inputs: StepInputs, plan: StepPlan, scratch: Scratch) -> Launch:
-    """The coefficients of the windows that are not full."""
-    names = "coefficients", "parts", "halves", "decays", "vectors"
-    arguments = {
-        "positions": plan.positions,
-        "slots": plan.slots,
-        "origin": origin(pool),
-        "k_buffer": pool.k_buffer,
-        "beta_buffer": pool.beta_buffer,
-        "log_decay_buffer": pool.log_decay_buffer,
-        **{name: value for name, value in token(inputs).items() if name != "v"},
-        **{name: getattr(scratch, name) for name in names},
-    }
-    units = pool.shape.heads if choices.by_key(pool) else pool.shape.key_heads
-    constants = {
-        **{name: value for name, value in sizes(pool, Tuning()).items() if name in ("H", "G", "K", "KP")},
-        **window_sizes(pool),
-        **coefficient_sizes(pool),
-        "OVERLAP": target.overlaps(pool.device),
-    }
-    return Launch(window_kernel, plan.slots.shape[0] * units, arguments, constants, choices.options(1, None))
-
-
 def read_launch(
     pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Tensor, scratch: Scratch, tuning: Tuning
 ) -> Launch:
@@ -156,8 +132,6 @@ def read_launch(
         # Of a checkpoint alone as many bytes in flight whatever its format.
         most = 16 if copy else 64 // pool.checkpoint.element_size()
     rows = tuning.read_rows or choices.dividing(shape.value_dim, most)
-    # Behind a launch that folds as well it would only hold room that the folds need.
-    overlap = target.overlaps(pool.device) and choices.by_product(pool, inputs, tuning)
     arguments = {
         **copied(pool),
         **stored(pool),
@@ -176,12 +150,8 @@ def read_launch(
         "R": rows,
         "SIZE": choices.power_below(shape.key_dim),
         "COPY": copy,
-        "OVERLAP": overlap,
         "BY_KEY": choices.by_key(pool),
         "KEY_COPY": choices.key_copy(pool),
     }
     programs = output.shape[0] * shape.heads * (shape.value_dim // rows)
-    options = choices.options(1, tuning.read_registers)
-    if overlap:
-        options["launch_pdl"] = True
-    return Launch(read_kernel, programs, arguments, constants, options)
+    return Launch(read_kernel, programs, arguments, constants, choices.options(1, tuning.read_registers))

@@ -71,16 +71,11 @@ def fold_programs(pool: LayerPool, inputs: StepInputs | None, batch: int, tuning
     rows, product = fold_rows(pool, inputs, tuning), by_product(pool, inputs, tuning)
     items = batch * pool.shape.heads
     if product and pool.policy.read_copy is not None:
-        held = 2 if pool.policy.checkpoint.stochastic else 1
+        held = 2
     else:
         items *= pool.shape.value_dim // rows
         held = 16 // (rows // 16) if product else 12
     return min(tuning.fold_programs or MULTIPROCESSORS * held, items)
-
-
-def system_programs(pool: LayerPool, batch: int, tuning: Tuning) -> int:
-    """Programs that share the systems of the heads that flush."""
-    return min(tuning.system_programs or 4 * MULTIPROCESSORS, batch * pool.shape.heads)
 
 
 def long_lanes(pool: LayerPool) -> int:

@@ -22,7 +22,7 @@ from quantlab.kernels.delta_launch import (
     window_sizes,
 )
 from quantlab.kernels.delta_product import product_fold_kernel
-from quantlab.kernels.delta_systems import system_kernel
+from quantlab.kernels.delta_systems import window_system_kernel
 from quantlab.kernels.scales import global_options, recipe_of
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.drafts import CommitPlan
@@ -94,26 +94,42 @@ def system_launch(
     scratch: Scratch,
     tuning: Tuning,
 ) -> Launch:
-    """The systems of the windows that are full, of whole ones without a token (inputs None)."""
-    names = "systems", "gammas", "keys_before", "keys_after", "factors"
+    """The systems of the windows that are full, and the coefficients of those that are not.
+
+    Without a token (inputs None) the systems of whole windows alone.
+    """
+    names = (
+        "coefficients",
+        "parts",
+        "halves",
+        "decays",
+        "vectors",
+        "systems",
+        "gammas",
+        "keys_before",
+        "keys_after",
+    )
+    shape, batch = pool.shape, plan.slots.shape[0]
+    shares = min(tuning.system_programs or 12 * choices.MULTIPROCESSORS, batch * shape.heads)
+    units = shape.heads if choices.by_key(pool) else shape.key_heads
     arguments = {
         **flushing(pool, plan),
+        "positions": plan.positions,
         "k_buffer": pool.k_buffer,
         "beta_buffer": pool.beta_buffer,
         "log_decay_buffer": pool.log_decay_buffer,
-        **{name: value for name, value in token(inputs).items() if name not in ("q", "v")},
+        **{name: value for name, value in token(inputs).items() if name != "v"},
         **{name: getattr(scratch, name) for name in names},
+        "shares": shares,
     }
     constants = {
         **{name: value for name, value in sizes(pool, tuning).items() if name in ("H", "G", "K", "KP")},
         **window_sizes(pool, token=inputs is not None),
-        "BY_KEY": choices.by_key(pool),
+        **coefficient_sizes(pool),
     }
-    warps = choices.held(pool) // 4 if choices.by_key(pool) else 1
-    programs = choices.system_programs(pool, plan.slots.shape[0], tuning)
-    # So that a multiprocessor of an H200 holds as many of them as there are for it at batch 256.
-    registers = 128 if choices.by_key(pool) else None
-    return Launch(system_kernel, programs, arguments, constants, choices.options(warps, registers))
+    windows = 0 if inputs is None else batch * units
+    # Twelve blocks of a warp on a multiprocessor.
+    return Launch(window_system_kernel, shares + windows, arguments, constants, choices.options(1, 168))
 
 
 def product_launch(
@@ -158,16 +174,3 @@ def product_launch(
     registers = tuning.fold_registers or (held if shape.key_dim <= 128 else None)
     programs = choices.fold_programs(pool, inputs, plan.slots.shape[0], tuning)
     return Launch(product_fold_kernel, programs, arguments, constants, choices.options(rows // 16, registers))
-
-
-def product_fold(
-    pool: LayerPool,
-    inputs: StepInputs | None,
-    plan: StepPlan | CommitPlan,
-    output: Tensor | None,
-    scratch: Scratch,
-    tuning: Tuning,
-) -> None:
-    """Fold, store and encode the windows that are full, without a token (inputs and output None) whole ones."""
-    system_launch(pool, inputs, plan, scratch, tuning).run()
-    product_launch(pool, inputs, plan, output, scratch, tuning).run()

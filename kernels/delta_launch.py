@@ -65,10 +65,8 @@ def scratch_of(
     tiles = shape.value_dim // choices.fold_rows(pool, inputs, tuning)
     factors, parts = None, (heads, 3, held, shape.key_dim)
     turned = (heads, 3 if by_key else 1, shape.key_dim, held)
-    if by_key and pool.policy.window > 1:
-        programs = choices.system_programs(pool, batch, tuning)
-        if not product:
-            programs = choices.fold_programs(pool, inputs, batch, tuning)
+    if by_key and pool.policy.window > 1 and not product:
+        programs = choices.fold_programs(pool, inputs, batch, tuning)
         factors = torch.empty((programs, held, shape.key_dim), dtype=torch.float32, device=pool.device)
     return Scratch(
         coefficients=memory(heads, 2, choices.held(pool)),

@@ -29,7 +29,6 @@ from quantlab.kernels.packed import (
     power_operand,
     product,
 )
-from quantlab.kernels.succession import wait_for_predecessor
 
 
 @triton.jit
@@ -46,18 +45,15 @@ def copy_operand(
 
 @triton.jit
 def copy_product(
-    words, scales, global_scale, head, first, r, halves, K: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
+    words, scales, global_scale, head, first, r, halves, K: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr
+):
     """The read copy's rows first + r, of ``head``, times the columns of ``delta_window.store_halves``: (R, 8).
 
-    What the copy is its memory says, see ``copy_tiles``.  Waits for the window's launch when it has the first rows.
+    What the copy is its memory says, see ``copy_tiles``.
     """
-    total = part_product(words, scales, global_scale, first, r, halves, None, 0, SIZE, K, R, OVERLAP)
+    total = part_product(words, scales, global_scale, first, r, halves, None, 0, SIZE, K, R)
     if SIZE < K:
-        total = part_product(
-            words, scales, global_scale, first, r, halves, total, SIZE, K - SIZE, K, R, False
-        )
+        total = part_product(words, scales, global_scale, first, r, halves, total, SIZE, K - SIZE, K, R)
     if global_scale is not None:
         total *= tl.load(global_scale + head) * HALF_UNIT
     elif scales.dtype.element_ty == tl.float32:
@@ -68,28 +64,26 @@ def copy_product(
 @triton.jit
 def part_product(
     words, scales, global_scale, first, r, halves, total, START: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, OVERLAP: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
     """``copy_product`` of key dims START to START + SIZE, added to total (None: to nothing), in the operand's units."""
-    c, column, units = tl.arange(0, 8), tl.arange(0, SIZE), None
+    c, column = tl.arange(0, 8), tl.arange(0, SIZE)
+    if global_scale is None and scales.dtype.element_ty == tl.float32:
+        place = column_of_key(key_of_byte_column(column, SIZE), SIZE)
+        column = tl.max_contiguous(tl.multiple_of(place, 2), 2)
+    right = tl.load(halves + START + c[:, None] * K + column[None, :], mask=(c < 4)[:, None], other=0)
     if global_scale is not None:
-        left = copy_operand(words, scales, first, r, START, SIZE, K, R)
+        total = product(copy_operand(words, scales, first, r, START, SIZE, K, R), tl.trans(right), total)
     elif scales.dtype.element_ty == tl.float32:
         word = START // 4 + byte_words(SIZE)
         tile = tl.load(words + first * (K // 4) + (r[None, :, None, None] * (K // 4) + word))
         left = byte_operand(tile, R, SIZE)
-        place = column_of_key(key_of_byte_column(column, SIZE), SIZE)
-        column = tl.max_contiguous(tl.multiple_of(place, 2), 2)
+        total = product(left, tl.trans(right), total)
     else:
         word, block = START // 8 + tl.arange(0, SIZE // 8), START // 32 + tl.arange(0, SIZE // 32)
         tile = tl.load(words + first * (K // 8) + (r[:, None] * (K // 8) + word[None, :]))
         tile_scales = tl.load(scales + first * (K // 32) + (r[:, None] * (K // 32) + block[None, :]))
         left, units = power_operand(tile, tile_scales, R, SIZE)
-    wait_for_predecessor(OVERLAP)
-    right = tl.load(halves + START + c[:, None] * K + column[None, :], mask=(c < 4)[:, None], other=0)
-    if units is None:
-        total = product(left, tl.trans(right), total)
-    else:
         part = product(left, tl.trans(right), None) * units[:, None]
         total = part if total is None else total + part
     return total
@@ -109,10 +103,8 @@ def read_kernel(
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr,
     INNER: tl.constexpr, STORE: tl.constexpr, COPY: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows that do not flush: output (B, H, V), and d (and v) behind the window.  R value rows of a head a program.
-    With OVERLAP it may begin while the windows' launch is still running.
 
     COPY: whether there is a read copy, codes as int32 words.  KEY_COPY: whether it serves S k.  SIZE: the largest
     power of two in K.  Coefficients and what follows: what ``head_window`` or ``channel_window`` (BY_KEY) has left.
@@ -133,17 +125,12 @@ def read_kernel(
     records = tl.load(d_buffer + record, mask=(j < n)[:, None], other=0)
     value = widened(tl.load(v + (b * H + h) * V + row))
     strength = widened(tl.load(beta + b * H + h))
-    if COPY:
-        halves_at = halves + (b * H + h if BY_KEY else b * G + g) * (4 * K)
-        total = copy_product(
-            codes, scales, global_scale, head, head * V + tile * R, r, halves_at, K, SIZE, R, OVERLAP
-        )
-    else:
-        wait_for_predecessor(OVERLAP)
     window = coefficients + (b * H + h) * (2 * J)
     own = tl.load(window + J + n)
     key_decay, query_decay = tl.load(decays + 2 * (b * H + h)), tl.load(decays + 2 * (b * H + h) + 1)
     if COPY:
+        halves_at = halves + (b * H + h if BY_KEY else b * G + g) * (4 * K)
+        total = copy_product(codes, scales, global_scale, head, head * V + tile * R, r, halves_at, K, SIZE, R)
         factor = tl.where(c < 2, key_decay if KEY_COPY else 0.0, query_decay)
         total *= tl.where(c % 2 == 1, factor * LOW_QUERY, factor)[None, :]
     else:

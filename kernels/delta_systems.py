@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.decode import widened
-from quantlab.kernels.delta_pieces import apart
-from quantlab.kernels.delta_window import entries, ring_place
+from quantlab.kernels.delta_window import entries, one_window, ring_place
 from quantlab.kernels.packed import product, three_parts
 
 
@@ -150,18 +149,28 @@ def head_system(
     tl.store(gammas + item * J + j, gamma)
 
 
-# A head's records are (8, 4, J / 4, KP / 32, 4), a warp each four of them: lane 8 s + t holds four neighbours of every
-# 32 key dims of record s of its warp's, so that a sum along the key dim exchanges data three times.  A vector along the
-# key dim has one of the second and third sizes, and every lane loads its own.
+# A head's records are (8, 4, J / 4, KP / 32, 4): lane 8 s + t holds four neighbours of every 32 key dims of every
+# fourth record, so that a sum along the key dim exchanges data three times.  A vector along the key dim has one of the
+# second and third sizes, and every lane loads its own.
 
 
 @triton.jit
-def record_columns(KP: tl.constexpr, WARPS: tl.constexpr):
-    """Key dim of every entry of the records."""
+def record_columns(KP: tl.constexpr):
+    """Key dim of every entry of a vector."""
     t = tl.arange(0, 8)[:, None, None, None, None]
     n = tl.arange(0, KP // 32)[None, None, None, :, None]
     column = 32 * n + 4 * t + tl.arange(0, 4)[None, None, None, None, :]
-    return tl.broadcast_to(column, (8, 4, WARPS, KP // 32, 4))
+    return tl.broadcast_to(column, (8, 4, 1, KP // 32, 4))
+
+
+@triton.jit
+def next_token(keys, before, number, log_decay, key, record):
+    """The keys of earlier tokens decayed by one token more; the product of all decays; and the token's scores along
+    all keys, of which those along earlier ones count.
+    """
+    factor = tl.exp(log_decay)
+    keys *= tl.where(record < number, factor, 1.0)
+    return keys, before * factor, tl.sum(tl.sum(tl.sum(keys * key, 4), 3), 0)
 
 
 @triton.jit
@@ -176,63 +185,59 @@ def store_parts(at, keys, inside, APART: tl.constexpr):
 @triton.jit
 def channel_system(
     item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta, systems, gammas,
-    keys_before, keys_after, factors,
+    keys_before, keys_after,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr,
 ):  # fmt: skip
     """``head_system`` under a decay a key channel: ``gammas`` (B, H, 2, K) have the decay of the whole window, and the
     token's key times it, if there is one; and as three bfloat16 each key times the decays up to it in ``keys_before``
     (B, H, 3, J, K), and times those behind it in ``keys_after`` (B, H, 3, K, J).
-
-    factors: float32 (J, K) to work in.  Every lane goes back through the decays of its record's channels by itself.
     """
     HELD: tl.constexpr = L if k is not None else L - 1
-    WARPS: tl.constexpr = J // 4
     i, h = item // H, item % H
     b = tl.load(flush_rows + i)
     slot = tl.load(slots + b).to(tl.int64)
     g, head = h // (H // G), slot * H + h
-    record = (
-        4 * tl.arange(0, WARPS)[None, None, :, None, None] + apart(tl.arange(0, 4))[None, :, None, None, None]
-    )
-    row = 4 * tl.arange(0, WARPS)[None, :] + tl.arange(0, 4)[:, None]
-    column = record_columns(KP, WARPS)
+    lane = tl.arange(0, 4)[None, :, None, None, None]
+    record = 4 * tl.arange(0, J // 4)[None, None, :, None, None] + lane
+    row = tl.arange(0, 4)[:, None] + 4 * tl.arange(0, J // 4)[None, :]
+    column = record_columns(KP)
+    first = (lane == 0) & (column < K)
     system = systems + item * (J * J)
+    before_at, after_at = keys_before + item * (3 * J * K), keys_after + item * (3 * J * K)
+    gammas_at = gammas + (2 * item * K + column)
     strength = 0.0
     if beta is not None:
         strength = widened(tl.load(beta + b * H + h))
     strengths = window_strengths(beta_buffer, origin, slot, h, strength, H, L, J, RING)
     inside = (record < L - 1) & (column < K)
     places = ring_place(origin, slot, record, RING)
-    gates = tl.load(log_decay_buffer + ((head * RING + places) * K + column), mask=inside, other=0)
-    keys = widened(tl.load(k_buffer + (((slot * G + g) * RING + places) * K + column), mask=inside, other=0))
+    keys = widened(tl.load(k_buffer + ((slot * G + g) * RING + places) * K + column, mask=inside, other=0))
+    # All of a window's log decays at once, too: the loop then finds them in the cache.
+    gates = tl.load(log_decay_buffer + (head * RING + places) * K + column, mask=inside, other=0)
+    whole = tl.sum(tl.sum(gates, 2), 1)[:, None, None, :, :]
+    before = tl.full((8, 4, 1, KP // 32, 4), 1.0, tl.float32)
+    for number in range(L - 1):
+        place = ring_place(origin, slot, number, RING)
+        gate = entries(log_decay_buffer + (head * RING + place) * K, column, K)
+        key = entries(k_buffer + ((slot * G + g) * RING + place) * K, column, K)
+        keys, before, scores = next_token(keys, before, number, gate, key, record)
+        tl.store(system + number * J + row, scores)
+        store_parts(before_at + number * K + column, key * before, first, J * K)
     if k is not None:
-        token = (record == L - 1) & (column < K)
-        gates = tl.where(
-            token, widened(tl.load(log_decay + ((b * H + h) * K + column), mask=token, other=0)), gates
-        )
-        keys = tl.where(token, widened(tl.load(k + ((b * G + g) * K + column), mask=token, other=0)), keys)
-    tl.store(factors + (record * K + column), tl.exp(gates), mask=column < K)
-    whole = tl.exp(tl.sum(tl.sum(gates, 2), 1))[:, None, None, :, :]
-    tl.debug_barrier()  # every lane reads what others have stored
-    decayed, after = keys, keys
-    for number in tl.static_range(HELD - 1, -1, -1):
-        # What has come together are the decays behind a record until the loop gets to it, and those up to it then.
-        after = tl.where(record == number, decayed, after)
-        decayed = tl.where(record == number, keys, decayed)
-        decayed *= entries(factors + number * K, column, K)
-        if number > 0:
-            place = ring_place(origin, slot, number - 1, RING)
-            key = entries(k_buffer + ((slot * G + g) * RING + place) * K, column, K)
-            scores = tl.sum(tl.sum(tl.sum(decayed * key, 4), 3), 0)
-            tl.store(system + (row * J + number - 1), scores)
-    tl.debug_barrier()
-    store_parts(keys_before + (item * (3 * J * K) + record * K + column), decayed, column < K, J * K)
-    turned = item * (3 * J * K) + column * J + record
-    store_parts(keys_after + turned, after, column < K, J * K)
-    gammas_at = gammas + (2 * item * K + column)
-    tl.store(gammas_at, tl.broadcast_to(whole, column.shape), mask=(record == 0) & (column < K))
-    tl.store(gammas_at + K, decayed, mask=(record == L - 1) & (column < K))
+        gate = entries(log_decay + (b * H + h) * K, column, K)
+        key = entries(k + (b * G + g) * K, column, K)
+        keys = tl.where(record == L - 1, key, keys)
+        keys, before, scores = next_token(keys, before, L - 1, gate, key, record)
+        tl.store(system + (L - 1) * J + row, scores)
+        store_parts(before_at + (L - 1) * K + column, key * before, first, J * K)
+        tl.store(gammas_at + K, key * before, mask=first)
+        whole += gate
+    for number in tl.static_range(HELD, J):  # behind the window
+        store_parts(before_at + number * K + column, tl.zeros(column.shape, tl.float32), first, J * K)
+    store_parts(after_at + column * J + record, keys, column < K, J * K)
+    tl.store(gammas_at, tl.exp(whole), mask=first)
+    tl.debug_barrier()  # other lanes read the scores than stored them
     i, j = tl.arange(0, J)[:, None], tl.arange(0, J)[None, :]
     scores = tl.load(system + (i * J + j), mask=(j < i) & (i < HELD), other=0)
     tl.debug_barrier()
@@ -242,25 +247,33 @@ def channel_system(
 
 
 @triton.jit
-def system_kernel(
-    flush_rows, flush_count, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta, systems,
-    gammas, keys_before, keys_after, factors,
+def window_system_kernel(
+    positions, slots, flush_rows, flush_count, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
+    coefficients, parts, halves, decays, vectors, systems, gammas, keys_before, keys_after, shares,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
-    RING: tl.constexpr, BY_KEY: tl.constexpr,
+    RING: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
 ):  # fmt: skip
-    """The systems of the heads of the flushing rows.  Without a token (k to beta None) L - 1 records are the whole
-    window.  factors: float32 (programs, J, K) to work in; None unless BY_KEY.
+    """The first ``shares`` programs share the systems of the heads of the rows that flush; the others have the windows
+    of the other rows, of a key head or a head each.  Without a token (q to beta None) L - 1 records are the whole
+    window, and there are no others.
     """
-    total = tl.load(flush_count) * H
-    # Invariants of the loop would live in registers all the time.
-    for item in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1, disable_licm=True):
-        if BY_KEY:
-            channel_system(
-                item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta, systems,
-                gammas, keys_before, keys_after, factors + tl.program_id(0) * (J * K), H, G, K, KP, L, J, RING,
-            )  # fmt: skip
-        else:
-            head_system(
-                item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta, systems,
-                gammas, keys_after, H, G, K, KP, L, J, RING,
-            )  # fmt: skip
+    pid = tl.program_id(0)
+    if pid < shares:
+        total = tl.load(flush_count) * H
+        # Invariants of the loop would live in registers all the time.
+        for item in tl.range(pid, total, shares, num_stages=1, disable_licm=True):
+            if BY_KEY:
+                channel_system(
+                    item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta,
+                    systems, gammas, keys_before, keys_after, H, G, K, KP, L, J, RING,
+                )  # fmt: skip
+            else:
+                head_system(
+                    item, flush_rows, slots, origin, k_buffer, beta_buffer, log_decay_buffer, k, log_decay, beta,
+                    systems, gammas, keys_after, H, G, K, KP, L, J, RING,
+                )  # fmt: skip
+    elif q is not None:
+        one_window(
+            pid - shares, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
+            coefficients, parts, halves, decays, vectors, H, G, K, KP, L, J, RING, HEADS, SIZE, BY_KEY, KEY_COPY,
+        )  # fmt: skip

@@ -15,7 +15,7 @@ from quantlab.kernels.delta_drafts import (
     draft_read_kernel,
     head_draft_window_kernel,
 )
-from quantlab.kernels.delta_flush import fold_launch, product_fold
+from quantlab.kernels.delta_flush import fold_launch, product_launch, system_launch
 from quantlab.kernels.delta_launch import Launch
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.drafts import CommitPlan
@@ -52,7 +52,8 @@ def commit(pool: LayerPool, plan: CommitPlan, tuning: Tuning | None = None) -> N
     tuning = tuning or Tuning()
     scratch = delta_launch.scratch_of(pool, None, plan, tuning)
     if choices.by_product(pool, None, tuning):
-        product_fold(pool, None, plan, None, scratch, tuning)
+        system_launch(pool, None, plan, scratch, tuning).run()
+        product_launch(pool, None, plan, None, scratch, tuning).run()
         return
     fold_launch(pool, None, plan, None, scratch, tuning).run()
     if scratch.largest is not None:

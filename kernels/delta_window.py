@@ -22,7 +22,6 @@ import triton.language as tl
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.decode import widened
 from quantlab.kernels.packed import half_query, three_parts
-from quantlab.kernels.succession import let_follower_begin
 
 
 @triton.jit
@@ -297,22 +296,6 @@ def one_window(
             program, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
             coefficients, parts, halves, decays, H, G, K, KP, L, J, RING, HEADS, SIZE, KEY_COPY,
         )  # fmt: skip
-
-
-@triton.jit
-def window_kernel(
-    positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta, coefficients, parts,
-    halves, decays, vectors,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
-    RING: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """The windows of the rows that do not flush, of a key head or a head a program."""
-    let_follower_begin(OVERLAP)
-    one_window(
-        tl.program_id(0), positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
-        coefficients, parts, halves, decays, vectors, H, G, K, KP, L, J, RING, HEADS, SIZE, BY_KEY, KEY_COPY,
-    )  # fmt: skip
 
 
 # Columns of a product with the copy: key, query and the last parts of the window's coefficients along them.

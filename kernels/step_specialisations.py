@@ -46,7 +46,7 @@ POLICIES = (
         "fp32/nvfp4@16:buffer=bf16",
         "gated_delta",
         _GATED_DELTA,
-        ("window_fold", "product_fold", "read"),
+        ("window_system", "product_fold", "read"),
     ),
     (
         "gdn_derived",
@@ -61,7 +61,7 @@ POLICIES = (
         "fp8+sr/nvfp4@16:buffer=bf16",
         "kimi_delta",
         _KIMI_DELTA,
-        ("window_fold", "product_fold"),
+        ("window_system", "product_fold"),
     ),
     ("kda_fp8", "fp32/fp8@16:buffer=bf16", "kimi_delta", _KIMI_DELTA, ("window_fold", "read")),
     ("fp16_mxfp4", "fp16/mxfp4@16:buffer=bf16", "mamba2", _NANO, ("read", "flush")),
