@@ -71,7 +71,7 @@ def fold_programs(pool: LayerPool, inputs: StepInputs | None, batch: int, tuning
     rows, product = fold_rows(pool, inputs, tuning), by_product(pool, inputs, tuning)
     items = batch * pool.shape.heads
     if product and pool.policy.read_copy is not None:
-        held = 2
+        held = 3
     else:
         items *= pool.shape.value_dim // rows
         held = 16 // (rows // 16) if product else 12

@@ -174,7 +174,8 @@ def channel_draft_window_kernel(
     vectors_of = tl.permute(tl.join(drafts * decay, queries * decay), (1, 3, 0, 2))
     records = tl.reshape(tl.permute(keys * tl.exp(tl.cumsum(later, 1)), (1, 0, 2)), (J, KP))
     right = tl.trans(tl.reshape(vectors_of, (2 * TP, KP)))
-    weights = wide_product(*three_parts(records), *three_parts(right), None)
+    high, middle, low = three_parts(records)
+    weights = wide_product(high, middle, low, right, None)
     c = tl.arange(0, 2 * TP)
     window_at = coefficients + ((b * H + h) * 2 * T + c)[None, :] * J + j[:, None]
     tl.store(window_at, tl.where((j < n)[:, None], weights, 0.0), mask=(c < 2 * T)[None, :])

@@ -30,10 +30,11 @@ from quantlab.schemes.store import CHECKPOINT_PART
 
 PHILOX_ROUNDS = 10
 MULTIPROCESSORS = 132
-"""Of an H200, which the numbers of programs are for; any number is correct."""
-FEWEST_STEPS = 512
-"""Programs of a step below which tiles are halved.  One row of a batch in 256 tiles of 16 takes 4.0 us, GDN's as large
-state in 512 tiles of 8 takes 3.6."""
+REGISTERS = 65536
+"""Of an H200, which the numbers of programs are for; any number is correct.  Registers are a multiprocessor's."""
+FEWEST_STEPS = 1024
+"""Programs of a step below which tiles are halved: one row of a batch takes 4.1 us in 256 tiles of 16, 3.8 in 512 of 8
+and 3.4 in 1024 of 4."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
     """Measured on one H200; a smaller tile where the value dim, or a long row, does not allow the best one."""
     stochastic = policy.checkpoint.stochastic
     rows = _dividing(shape.value_dim, 16 if shape.key_dim <= 128 else 8)
-    if rows > 8 and batch * shape.heads * shape.value_dim // rows < FEWEST_STEPS:
+    while rows > 4 and batch * shape.heads * shape.value_dim // rows < FEWEST_STEPS:
         rows //= 2
-    step = Tiles(rows, warps=2 if stochastic or policy.checkpoint.recipe else 1)
+    step = Tiles(rows, warps=2 if rows > 4 and (stochastic or policy.checkpoint.recipe) else 1)
     if read_copies.by_head(policy.read_copy):
         # Of a group's rows in one piece: a tile may hold the end of one head and the beginning of the next.
         group_rows = shape.heads // shape.key_heads * shape.value_dim
@@ -93,16 +94,16 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
     else:
         flush, programs = Tiles(_dividing(shape.value_dim, 64), min(columns, 64), warps=4), 528
     head, head_programs = None, MULTIPROCESSORS
-    height = shape.value_dim if shape.value_dim in (64, 128) else 16  # of a tile
+    narrow = shape.value_dim not in (64, 128)
+    height = 16 if narrow else shape.value_dim  # of a tile
     warps = max(4, height // 16, height * shape.key_dim // 2048)  # 64 numbers a lane
     beside = warps * 16 // height  # warps that share a value row
     held = shape.value_dim * shape.key_dim // (32 * warps)
     fits = warps <= 8 and shape.key_dim >= 16 * beside and 64 <= shape.value_dim <= 128 and held <= 128
     if read_copies.by_head(policy.read_copy) and fits:
-        long = stochastic or height < shape.value_dim
-        head = Tiles(height, warps=warps, registers=None if long else 168)
+        head = Tiles(height, warps=warps, registers=168 if narrow or not stochastic else None)
         # Beside the reads one block a multiprocessor is best, as long as it does not take longer than they do.
-        head_programs *= 2 if long else 1
+        head_programs *= 3 if narrow else 2 if stochastic else 1
     return Configuration(step, read, flush, programs, head, head_programs)
 
 
@@ -267,7 +268,8 @@ def _flush(
     heads, width = plan.slots.shape[0] * shape.heads, 16 // pool.checkpoint.element_size()
     if chosen.head is not None and _all_bfloat16(pool.k_buffer, pool.d_buffer, *token[1:3]):
         beside = chosen.head.warps * 16 // chosen.head.rows
-        _any(flush_head_kernel)[(min(chosen.head_programs, heads),)](
+        programs = chosen.head_programs if inputs is not None else _resident(chosen.head)
+        _any(flush_head_kernel)[(min(programs, heads),)](
             *arguments,
             **constants,
             R=chosen.head.rows,
@@ -287,6 +289,11 @@ def _flush(
         WIDTH=width,
         **_options(tiles),
     )
+
+
+def _resident(tiles: Tiles) -> int:
+    """Programs that the multiprocessors have registers for."""
+    return MULTIPROCESSORS * max(1, REGISTERS // (32 * tiles.warps * (tiles.registers or 255)))
 
 
 def verify(pool: LayerPool, tokens: StepInputs, plan: StepPlan, output: torch.Tensor) -> None:

@@ -18,9 +18,6 @@ LAUNCH_OPTIONS = {"enable_fp_fusion": True}
 """Given on every launch, because Triton's own default changes between releases.  Contracting ``a * b + c``
 drops one rounding and never adds one, so the error bounds of the tests hold either way."""
 
-HIGH_PRIORITY = -5
-"""Of a CUDA stream; a device that knows fewer takes its highest.  Graphs keep it, as torch makes them."""
-
 
 def interpreting() -> bool:
     """Whether Triton's interpreter runs the kernels of this process."""
@@ -61,8 +58,6 @@ def overlaps(device: torch.device) -> bool:
 def beside(device: torch.device) -> Iterator[None]:
     """Launches inside may run beside those that follow, until ``together``: on a branch of a CUDA graph that is being
     captured, where that costs no host time; elsewhere they simply come first.
-
-    Multiprocessors take the blocks of the branch first: it has few, and each of them takes long.
     """
     if not _capturing(device):
         yield
@@ -85,4 +80,4 @@ def _capturing(device: torch.device) -> bool:
 
 @functools.cache
 def _branch(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=HIGH_PRIORITY)
+    return torch.cuda.Stream(device)
