@@ -26,15 +26,16 @@ KINDS = {"mamba2": "mamba2", "gated_delta": "delta", "kimi_delta": "delta"}
 """Of the costs that a family's replay has."""
 
 COSTS = {
-    "launch": 2.7,
+    "launch": 2.4,
     "megabytes": 0.25,
-    "mamba2 chain": 1.9,
-    "mamba2 flush": 1.1,
-    "delta chain": 4.8,
-    "delta flush": 5.8,
-    "million numbers of a copy": 0.14,
-    "million random numbers": 2.7,
-    "million folded by key": 5.2,
+    "mamba2 chain": 2.2,
+    "mamba2 flush": 0.6,
+    "delta chain": 5.8,
+    "delta flush": 6.0,
+    "million numbers of a copy": 0.13,
+    "million random numbers": 2.3,
+    "flush by key": 17.0,
+    "million folded by key": 3.2,
 }
 """Microseconds on one H200 of each unit of ``work``: least squares of the relative error over the records of
 ``experiments/kernels_h200``, by its ``fit.py``.  A megabyte in .25 is 95 % of what a copy moves there."""
@@ -110,5 +111,6 @@ def work(policy: Policy, family: str, shape: StateShape, batch: int) -> dict[str
     if stochastic:
         found["million random numbers"] = millions * folds
     if recurrence.axis is DecayAxis.KEY:
+        found["flush by key"] = min(1.0, batch * folds)
         found["million folded by key"] = millions * folds
     return found

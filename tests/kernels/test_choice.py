@@ -50,14 +50,14 @@ def shape_of(record):
 
 # -- what was measured
 def test_the_choice_is_the_faster_of_what_was_measured():
-    """But for pairs whose quartiles overlap."""
+    """But for pairs within 2 %: so much one case differs between two runs of a day."""
     pairs, stand_ins = list(measured()), 0
     assert len(pairs) > 60
     for record, other in pairs:
         point, given = record["point"], parse_policy(record["point"]["policy"])
         policy = step_policy(given, point["family"], shape_of(record), point["batch"])
         chosen, left = (record, other) if policy == given else (other, record)
-        assert chosen["metrics"]["us_lower"] <= left["metrics"]["us_upper"], point
+        assert chosen["metrics"]["us"] <= 1.02 * left["metrics"]["us"], point
         stand_ins += policy == STAND_IN
     assert 0 < stand_ins < len(pairs)  # neither side is always the faster
 
