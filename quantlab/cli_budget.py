@@ -57,7 +57,7 @@ def spend(
     print_wrapped(f"Heads: {found.statistics.source}.")
     if output is None:
         print_wrapped(
-            "--output rules.toml writes this as rules, which run_with_policy and every --policy take."
+            "--output rules.toml writes this as rules, which run_with_policy(model, 'rules.toml') takes."
         )
     else:
         print_wrapped(f"rules: {output}")
@@ -152,9 +152,10 @@ def _print_allocation(allocation: "Allocation", name: str) -> None:
     total = {"layer": "all", "bytes_per_token": allocation.bytes_per_token, "fraction": _fraction(allocation)}
     total |= {text: sum(row[text] for row in rows) for text in used}
     total["output_error"] = allocation.output_error
+    rows = [row | {"bytes_per_token": f"{row['bytes_per_token']:,.0f}"} for row in [*rows, total]]
     title = f"{name}: heads of each layer at each policy, bytes a token, predicted error"
     columns = ["layer", *used, "bytes_per_token", "fraction", "output_error"]
-    print_table(title, [*rows, total], columns, labels | _SHARE, ("layer",))
+    print_table(title, rows, columns, labels | _SHARE, ("layer", "bytes_per_token"))
     print_table("One policy for all heads", _single_rows(allocation), list(_SINGLE), _SINGLE)
     for line in _allocation_notes(allocation):
         print_wrapped(line)

@@ -84,7 +84,7 @@ def predict(
         typer.Option(
             "--output",
             "-o",
-            help="With --budget: a TOML file of rules, taken wherever a policy is.",
+            help="With --budget: a TOML file of rules by layer and head, to be written.",
             dir_okay=False,
         ),
     ] = None,

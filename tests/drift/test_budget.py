@@ -1,7 +1,11 @@
 """Policies of a model's heads under a budget of bytes: the least error, counted bytes, rules that say the same."""
 
+import contextlib
+import io
 import itertools
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -251,3 +255,13 @@ def test_what_cannot_be_allocated_is_one_line(change, says):
     with pytest.raises(InputError, match=says) as error:
         allocate(heads, shape, given["layers"], given["budget"], given["ladder"])
     assert "\n" not in str(error.value)
+
+
+def test_the_example_of_the_documentation_prints_what_it_says():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "drift.md").read_text(encoding="utf-8")
+    found = re.search(r"```python\n(import numpy as np\n.*?allocate.*?)```\n\n```\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        exec(found[1], {})
+    assert shown.getvalue() == found[2]
