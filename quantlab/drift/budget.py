@@ -253,8 +253,10 @@ def _allowed(risks: list[HeadRisks]) -> tuple[tuple[dict[str, int], ...], NDArra
     """(refused heads of each policy by reason, which policies each head may take (heads, policies))."""
     refusals, allowed = [], []
     for risk in risks:
+        # In FP32 only a state that never forgets grows its error for ever, whatever the policy: that has no prediction.
+        rounds = risk.policy.checkpoint.rounded
         reasons = {
-            "diverges": risk.errors.diverges & (risk.errors.noise > 0),
+            "diverges": risk.errors.diverges & rounds,
             "loses its moves": risk.needs_stochastic,
             "overflows": risk.headroom < 0,
         }

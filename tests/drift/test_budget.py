@@ -189,7 +189,7 @@ def test_a_head_whose_moves_are_lost_does_not_get_that_policy():
 
 
 def test_heads_without_a_prediction_get_the_widest_policy_and_count_nowhere():
-    logs = np.log1p([[-6e-8], [-0.1]])
+    logs = np.log1p([[0.0], [-0.1]])
     heads = heads_of_decay("mamba2", logs, value_dim=32, key_dim=64)
     assert not np.isfinite(steady_errors(LADDER[4], heads).output[0])
     found = allocate(heads, StateShape(2, 32, 64, 1), (0,), 0.5, LADDER)
