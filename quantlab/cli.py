@@ -184,7 +184,11 @@ def evaluate(
     typer.echo(f"lm-eval results: {output}")
 
 
-app.command(epilog=_example("predict fp32/nvfp4@16 nvfp4@1 --alpha 0.999"))(predict)
+app.command(
+    epilog=_example("predict fp32/nvfp4@16 nvfp4@1 --alpha 0.999")
+    + "\n\n"
+    + _example("predict --model DIR --budget 0.3 --output rules.toml")
+)(predict)
 
 
 @app.command(epilog=_example("explain fp16+sr/nvfp4@16 --family gated_delta"))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
+from quantlab.cli_budget import spend
 from quantlab.errors import InputError
 from quantlab.terminal import print_json, print_table, print_wrapped
 
@@ -34,7 +35,14 @@ _NARROWEST = ["policy", "group", "output_error", "margin"]
 
 
 def predict(
-    policies: Annotated[list[str], typer.Argument(help="Policy texts.", metavar="POLICY...")],
+    policies: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Policy texts; with --budget those to choose from (default: six, FP32 to NVFP4).",
+            metavar="POLICY...",
+            show_default=False,
+        ),
+    ] = None,
     family: Annotated[
         str, typer.Option("--family", help="gated_delta, kimi_delta, mamba2 or mamba1.")
     ] = "gated_delta",
@@ -52,14 +60,40 @@ def predict(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="Folder of a Hugging Face model: config.json, and weights if they are there."),
+        typer.Option(
+            "--model",
+            "--config",
+            help="Folder of a Hugging Face model: config.json, and weights if they are there.",
+        ),
     ] = None,
     stream: Annotated[
         Path | None, typer.Option(help="A stream file: captured or saved decode inputs.")
     ] = None,
     gate_spread: Annotated[
-        float, typer.Option(help="With --config: standard deviation of the gate's projected input.", min=0.0)
+        float, typer.Option(help="With --model: standard deviation of the gate's projected input.", min=0.0)
     ] = 0.0,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            help="With --model: choose a policy for each head so that the states' bytes, read and written per token,"
+            " are at most this part of those of fp32@1, and the predicted error is least."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="With --budget: a TOML file of rules by layer and head, to be written.",
+            dir_okay=False,
+        ),
+    ] = None,
+    mixed_windows: Annotated[
+        bool,
+        typer.Option(
+            "--mixed-windows", help="With --budget: heads of a layer may differ in window (CPU only)."
+        ),
+    ] = False,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="One JSON object a line instead of a table."),
@@ -69,6 +103,18 @@ def predict(
     from quantlab.drift.risks import head_risks
     from quantlab.schemes import check_policy_fits, parse_policy
 
+    if budget is not None:
+        alone = {"alpha": alpha, "beta": beta, "value_dim": value_dim, "key_dim": key_dim, "stream": stream}
+        for name, value in alone.items():
+            if value is not None:
+                raise InputError(name, str(value), "no --budget, which is for the heads of a --model")
+        spend(budget, policies, config, gate_spread, output, mixed_windows, as_json)
+        return
+    for name, value in {"output": output, "mixed_windows": mixed_windows or None}.items():
+        if value is not None:
+            raise InputError(name, str(value), "--budget beside it")
+    if not policies:
+        raise InputError("policy", None, "at least one policy text, or --model and --budget")
     heads = _heads(family, alpha, beta, value_dim, key_dim, config, stream, gate_spread)
     constant = config is None and stream is None
     found = []
@@ -107,7 +153,7 @@ def _heads(
     from quantlab.recurrences import DecayAxis, get_recurrence
 
     if config is not None and stream is not None:
-        raise InputError("stream", str(stream), "one of --config and --stream")
+        raise InputError("stream", str(stream), "one of --model and --stream")
     given = {"alpha": alpha, "beta": beta, "value_dim": value_dim, "key_dim": key_dim}
     if config is not None or stream is not None:
         for name, value in given.items():

@@ -1,5 +1,6 @@
 """Error drift of the decode state: streams, measures per step, growth laws, the closed-form predictor."""
 
+from quantlab.drift.budget import Allocation, allocate
 from quantlab.drift.growth import Growth, growth
 from quantlab.drift.heads import (
     HeadStatistics,
@@ -19,6 +20,7 @@ from quantlab.drift.synthetic import synthetic_stream
 
 __all__ = [
     "BAND",
+    "Allocation",
     "DriftResult",
     "Growth",
     "HeadStatistics",
@@ -27,6 +29,7 @@ __all__ = [
     "PolicySummary",
     "Stream",
     "StreamSource",
+    "allocate",
     "block_stream",
     "check_memory",
     "growth",

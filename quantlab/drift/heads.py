@@ -364,7 +364,9 @@ def steady_errors(policy: "str | Policy", heads: HeadStatistics) -> SteadyErrors
 
 
 def _solve(matrix: NDArray, right: NDArray) -> NDArray:
-    singular = np.abs(np.linalg.det(matrix)) < 1e-14
+    # Against the rows' lengths: what forgets little is small in every row, and far from singular.
+    lengths = np.linalg.norm(matrix, axis=-1)
+    singular = (lengths < 1e-14).any(-1) | (np.abs(np.linalg.det(matrix)) < 1e-14 * lengths.prod(-1))
     matrix = np.where(singular[..., None, None], np.eye(matrix.shape[-1]), matrix)
     return np.where(singular[..., None, None], np.inf, np.linalg.solve(matrix, right))
 

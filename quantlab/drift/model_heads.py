@@ -6,7 +6,7 @@ Only config.json, and of safetensors files only A_log and dt_bias, are read; no 
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,16 @@ from quantlab.recurrences import DecayAxis, get_recurrence
 
 SEED = 23
 SMALLEST_STEP = 1e-4
+_PLACE = "layers."  # prefix of a layer's parameters, without its number
 LARGEST_SIZE = 2**20
 """Of what a config counts; beyond this a damaged file, not a model."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Recurrent layers of a config: how many, and the sizes of each."""
+    """Recurrent layers of a config: their numbers in the model, ascending, and the sizes of each."""
 
-    layers: int
+    numbers: Sequence[int]
     heads: int
     value_dim: int
     key_dim: int
@@ -83,24 +84,32 @@ def _value_steps(generator: np.random.Generator, s: LayerShape) -> np.ndarray:
     return _log_uniform(generator, 1, s.value_dim)
 
 
-def _count(config: dict[str, Any], names: tuple[str, ...], *keys: str) -> int:
+def _every(config: dict[str, Any]) -> range:
+    """The numbers of all layers."""
+    layers = config["num_hidden_layers"]
+    # Before anything looks at each of them.
+    if not isinstance(layers, int) or isinstance(layers, bool) or layers > LARGEST_SIZE:
+        raise ValueError(f"num_hidden_layers is {layers}")
+    return range(layers)
+
+
+def _named(config: dict[str, Any], names: tuple[str, ...], *keys: str) -> Sequence[int]:
     """Layers of a list in the config that are called one of ``names``; all layers where there is no list."""
     for key in keys:
         listed = config.get(key)
         if isinstance(listed, (list, str)):
-            return sum(entry in names for entry in listed)
-    return int(config["num_hidden_layers"])
+            return [number for number, entry in enumerate(listed) if entry in names]
+    return _every(config)
 
 
 def _mamba2(config: dict[str, Any]) -> LayerShape:
-    return LayerShape(
-        config["num_hidden_layers"], config["num_heads"], config["head_dim"], config["state_size"]
-    )
+    return LayerShape(_every(config), config["num_heads"], config["head_dim"], config["state_size"])
 
 
 def _nemotron(config: dict[str, Any]) -> LayerShape:
-    layers = _count(config, ("mamba", "M"), "layers_block_type", "hybrid_override_pattern")
-    return LayerShape(layers, config["mamba_num_heads"], config["mamba_head_dim"], config["ssm_state_size"])
+    names = ("mamba", "linear_attention", "M")
+    numbers = _named(config, names, "layers_block_type", "layer_types", "hybrid_override_pattern")
+    return LayerShape(numbers, config["mamba_num_heads"], config["mamba_head_dim"], config["ssm_state_size"])
 
 
 def _bamba(config: dict[str, Any]) -> LayerShape:
@@ -108,19 +117,21 @@ def _bamba(config: dict[str, Any]) -> LayerShape:
     inner = config.get("mamba_d_ssm") or config.get("mamba_expand", 2) * config["hidden_size"]
     value_dim = config.get("mamba_d_head") or config.get("mamba_headdim") or "auto"
     value_dim = inner // heads if value_dim == "auto" else value_dim
-    layers = _count(config, ("mamba", "hybrid"), "layers_block_type", "layer_types")
+    names = ("mamba", "hybrid", "linear_attention")
+    numbers = _named(config, names, "layers_block_type", "layer_types")
     attention = config.get("attn_layer_indices")
     if isinstance(attention, list):
-        layers -= len(attention)
-    return LayerShape(layers, heads, int(value_dim), config["mamba_d_state"])
+        numbers = [number for number in numbers if number not in attention]
+    return LayerShape(numbers, heads, int(value_dim), config["mamba_d_state"])
 
 
 def _gated_delta(config: dict[str, Any]) -> LayerShape:
-    layers = _count(config, ("linear_attention",), "layer_types")
+    numbers = _named(config, ("linear_attention",), "layer_types")
     if "layer_types" not in config:
-        layers -= layers // int(config["full_attention_interval"])  # every so many layers are full attention
+        every = int(config["full_attention_interval"])  # the last of every so many layers is full attention
+        numbers = [number for number in numbers if (number + 1) % every]
     return LayerShape(
-        layers,
+        numbers,
         config["linear_num_value_heads"],
         config["linear_value_head_dim"],
         config["linear_key_head_dim"],
@@ -132,8 +143,14 @@ def _kimi(config: dict[str, Any]) -> LayerShape:
     heads = nested.get("num_heads") or config["linear_num_heads"]
     dim = nested.get("head_dim") or config["linear_head_dim"]
     listed = nested.get("kda_layers")
-    layers = len(listed) if listed else _count(config, ("linear_attention", "kda"), "layer_types")
-    return LayerShape(layers, heads, dim, dim)
+    # That list counts from 1.
+    numbers = sorted(number - 1 for number in listed) if listed else None
+    return LayerShape(
+        _named(config, ("linear_attention", "kda"), "layer_types") if numbers is None else numbers,
+        heads,
+        dim,
+        dim,
+    )
 
 
 def _mamba1(config: dict[str, Any]) -> LayerShape:
@@ -142,17 +159,18 @@ def _mamba1(config: dict[str, Any]) -> LayerShape:
         inner = config.get("mamba_expand", 2) * config["hidden_size"]
     inner = inner or config.get("expand", 2) * config["hidden_size"]
     state = config.get("mamba_d_state") or config.get("state_size", 16)
-    layers = _count(config, ("mamba",), "layers_block_type", "layer_types")
+    numbers = _named(config, ("mamba", "linear_attention"), "layers_block_type", "layer_types")
     if "attn_layer_period" in config and "layers_block_type" not in config:
-        layers -= len(range(config["attn_layer_offset"], layers, config["attn_layer_period"]))
-    return LayerShape(layers, 1, inner, state)
+        attention = range(config["attn_layer_offset"], len(numbers), config["attn_layer_period"])
+        numbers = [number for number in numbers if number not in attention]
+    return LayerShape(numbers, 1, inner, state)
 
 
 def _zamba(config: dict[str, Any]) -> LayerShape:
     # A hybrid layer has a recurrence behind its attention, so that every layer counts.
     inner = config.get("mamba_expand", 2) * config["hidden_size"]
-    layers = _count(config, ("mamba", "hybrid"), "layers_block_type", "layer_types")
-    return LayerShape(layers, 1, inner, config["mamba_d_state"])
+    numbers = _named(config, ("mamba", "hybrid", "linear_attention"), "layers_block_type", "layer_types")
+    return LayerShape(numbers, 1, inner, config["mamba_d_state"])
 
 
 _DT = "dt log-uniform in [1e-3, 1e-1]"
@@ -188,7 +206,22 @@ MODEL_TYPES: dict[str, ModelType] = {
 """By the ``model_type`` of a config."""
 
 
+@dataclass(frozen=True)
+class ModelHeads:
+    """The recurrent heads of a model.  statistics: of all of them, layer after layer.  layers: the number of each
+    recurrent layer in the model, in that order.  complete: whether that is each layer that the config names, once."""
+
+    statistics: HeadStatistics
+    layers: tuple[int, ...]
+    complete: bool
+
+
 def heads_of_folder(folder: Path, gate_spread: float = 0.0) -> HeadStatistics:
+    """The ``statistics`` of ``read_heads``."""
+    return read_heads(folder, gate_spread).statistics
+
+
+def read_heads(folder: Path, gate_spread: float = 0.0) -> ModelHeads:
     """Statistics of every recurrent head of a Hugging Face folder, one batch of heads over all layers.
 
     With A_log and dt_bias (mamba1: of dt_proj) in its safetensors files these; else the initial distribution of the
@@ -214,10 +247,10 @@ def heads_of_folder(folder: Path, gate_spread: float = 0.0) -> HeadStatistics:
     else:
         generator = np.random.default_rng(SEED)
         found = {}
-        for layer in range(shape.layers):
+        for layer in shape.numbers:
             rates, steps = kind.rates(generator, shape), kind.steps(generator, shape)
             bias = torch.from_numpy(np.log(np.expm1(steps)))
-            found[f"layer {layer}"] = (torch.from_numpy(np.log(rates)), bias)
+            found[_PLACE + str(layer)] = (torch.from_numpy(np.log(rates)), bias)
         source = (
             f"no weights in {folder.name}, so the initial distribution of {name}: {kind.law}; training makes it"
             " remember far longer"
@@ -226,8 +259,8 @@ def heads_of_folder(folder: Path, gate_spread: float = 0.0) -> HeadStatistics:
         raise InputError("config", str(folder), "at least one recurrent layer")
     a_log = torch.cat([a for a, _ in found.values()])
     bias = torch.cat([b for _, b in found.values()])
-    names = tuple(f"{layer}, head {h}" for layer, (a, _) in found.items() for h in range(len(a)))
-    return heads_of_gates(
+    names = tuple(f"{_layer_name(place)}, head {h}" for place, (a, _) in found.items() for h in range(len(a)))
+    statistics = heads_of_gates(
         kind.family,
         a_log,
         bias,
@@ -237,15 +270,19 @@ def heads_of_folder(folder: Path, gate_spread: float = 0.0) -> HeadStatistics:
         source=source,
         names=names,
     )
+    layers = tuple(map(_layer_number, found))
+    return ModelHeads(statistics, layers, len(set(layers)) == len(layers) == len(shape.numbers))
 
 
 def _check_sizes(folder: Path, shape: LayerShape) -> None:
-    for size, value in vars(shape).items():
+    sizes = vars(shape) | {"layers": len(shape.numbers)}
+    del sizes["numbers"]
+    for size, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_SIZE:
             expected = f"at least one recurrent layer, with sizes of 1 to {LARGEST_SIZE}"
             raise InputError("config", f"{folder}: {size} {value}", expected)
-    drawn = shape.layers * shape.heads * (shape.value_dim + shape.key_dim)
-    check_memory("config", vars(shape), drawn)
+    drawn = sizes["layers"] * shape.heads * (shape.value_dim + shape.key_dim)
+    check_memory("config", sizes, drawn)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -263,7 +300,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _weights(folder: Path, kind: ModelType, shape: LayerShape) -> dict[str, tuple[Tensor, Tensor]]:
-    """A_log and dt_bias by layer, shaped as ``heads_of_gates`` takes them; empty without weights."""
+    """A_log and dt_bias by the prefix of a layer's weights, as ``heads_of_gates`` takes them; empty without weights."""
     from safetensors import SafetensorError, safe_open
 
     axis = get_recurrence(kind.family).axis
@@ -294,9 +331,16 @@ def _weights(folder: Path, kind: ModelType, shape: LayerShape) -> dict[str, tupl
             raise InputError("config", str(path), "a readable safetensors file") from None
     complete = {name: pair for name, pair in parts.items() if len(pair) == 2}
     order = sorted(complete, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])
-    return {_layer_name(name): (complete[name]["A_log"], complete[name]["bias"]) for name in order}
+    return {name: (complete[name]["A_log"], complete[name]["bias"]) for name in order}
 
 
 def _layer_name(prefix: str) -> str:
     numbers = re.findall(r"\d+", prefix)
     return f"layer {numbers[0]}" if len(numbers) == 1 else prefix
+
+
+def _layer_number(prefix: str) -> int:
+    """Of a layer whose parameters have this prefix."""
+    numbers = re.findall(r"\d+", prefix)
+    after = re.findall(r"(?:^|\.)layers\.(\d+)(?:\.|$)", prefix)
+    return int((after or numbers or ["0"])[0])

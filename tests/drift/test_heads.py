@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from quantlab.drift import heads_of_decay, heads_of_gates, heads_of_stream, run_drift, synthetic_stream
 from quantlab.drift.heads import steady_errors
-from quantlab.drift.model_heads import MODEL_TYPES, heads_of_folder
+from quantlab.drift.model_heads import MODEL_TYPES, heads_of_folder, read_heads
 from quantlab.drift.risks import (
     difference_curve,
     expected_largest,
@@ -175,6 +175,22 @@ def test_statistics_of_a_stream_predict_its_errors(family):
         assert result.metrics(run)["output_error"] / found == pytest.approx(1.0, abs=0.2)
 
 
+def test_heads_that_forget_little_have_a_prediction_too():
+    """Small in every entry is not singular.  One rounding a token: eps^2 / (1 - rho (1 + eps^2)).
+
+    The float32 rounding of exp(log decay), at most 6e-8 in every token, adds 6e-8 / (1 - alpha) to the error at most:
+    6e-3 beside more than .06 at the slowest head, one hundredth of the power.
+    """
+    forgets = np.logspace(-3, -5, 9)
+    heads = heads_of_decay("mamba2", np.log1p(-forgets)[:, None])
+    found = steady_errors("fp16+sr@1", heads)
+    power = found.noise**2
+    plain = np.sqrt(power / (1 - heads.decay[:, 0] * (1 + power)))
+    assert np.allclose(found.state, plain, rtol=0.01)
+    for policy in ("fp32@1", "fp32@16", "fp32/nvfp4@16:buffer=bf16"):
+        assert (steady_errors(policy, heads).output < 0.2).all()
+
+
 def test_parameters_give_the_decay_and_its_fluctuation():
     a_log, bias = torch.tensor([0.0, 1.0]), torch.tensor([0.5, -2.0])
     heads = heads_of_gates("gated_delta", a_log, bias)
@@ -225,6 +241,48 @@ def test_a_config_without_weights_is_read_by_its_initial_distribution(tmp_path, 
     assert np.isfinite(head_risks("int8@1", heads).errors.output).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("nemotron_h", {"hybrid_override_pattern": "M-M*-ME"}),
+        ("zamba2", {}),
+        ("bamba", {"attn_layer_indices": [1, 30]}),
+        ("falcon_h1", {}),
+        ("granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"] * 16}),
+        ("qwen3_next", {}),
+        ("qwen3_5_moe_text", {"full_attention_interval": 3}),
+        ("kimi_linear", {"linear_attn_config": {"kda_layers": [2, 3, 5], "full_attn_layers": [1, 4]}}),
+        ("jamba", {}),
+        ("zamba", {}),
+        ("falcon_mamba", {}),
+    ],
+)
+def test_layers_have_the_numbers_that_transformers_gives_them(tmp_path, name, more):
+    """Against the layer types that transformers makes of the published config, and of what it saves itself."""
+    from transformers import AutoConfig
+
+    if name == "kimi_linear":
+        more = more | {"num_hidden_layers": 5}
+    config = AutoConfig.for_model(name, **more)
+    kinds = getattr(config, "layer_types", None) or ["linear_attention"] * config.num_hidden_layers
+    expected = [n for n, kind in enumerate(kinds) if kind in ("linear_attention", "mamba", "hybrid")]
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert list(MODEL_TYPES[name].shape(saved).numbers) == expected
+    published = {
+        key: value for key, value in saved.items() if key not in ("layer_types", "layers_block_type")
+    }
+    if name == "granitemoehybrid" or name.startswith("zamba"):
+        published = saved  # the list is all there is
+    elif name == "kimi_linear":
+        published["linear_attn_config"] = more["linear_attn_config"] | {"num_heads": 2, "head_dim": 16}
+    elif name.startswith("qwen"):
+        published["full_attention_interval"] = more.get("full_attention_interval", 4)
+    elif name == "nemotron_h":
+        published |= more
+    assert list(MODEL_TYPES[name].shape(published).numbers) == expected
+
+
 def test_every_so_many_layers_are_full_attention_where_a_config_lists_none(tmp_path):
     config = {"model_type": "qwen3_next"} | CONFIGS["qwen3_next"] | {"num_hidden_layers": 9}
     del config["layer_types"]
@@ -250,6 +308,7 @@ def test_every_layer_of_zamba_counts_and_its_heads_are_channels(tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     found = heads_of_folder(tmp_path)
     assert (found.heads, found.names) == (1, ("layer 0, head 0",))
+    assert not read_heads(tmp_path).complete
     step = math.log1p(math.exp(-2.0))
     assert np.allclose(found.decay, math.exp(-2 * math.exp(0.5) * step), rtol=1e-6)
 
@@ -269,6 +328,8 @@ def test_weights_are_read_where_they_are(tmp_path):
     heads = heads_of_folder(tmp_path)
     assert heads.source.startswith("A_log and dt_bias of 2 layers")
     assert heads.names[:3] == ("layer 2, head 0", "layer 2, head 1", "layer 10, head 0")
+    assert read_heads(tmp_path).layers == (2, 10)
+    assert read_heads(tmp_path).complete
     expected = -math.exp(0.2) * math.log1p(math.exp(-4.0))
     assert heads.log_decay[0, 0] == pytest.approx(expected, rel=1e-6)
     save_file({k: torch.zeros(3) for k in weights}, tmp_path / "model.safetensors")
