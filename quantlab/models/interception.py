@@ -109,7 +109,10 @@ class Interception:
             for namespace, family in self._namespaces:
                 replace(stack, namespace, family.step_op, lambda op, f=family: self._step_adapter(op, f))
                 replace(
-                    stack, namespace, family.prefill_op, lambda op, f=family: self._prefill_adapter(op, f)
+                    stack,
+                    namespace,
+                    family.prefill_op,
+                    lambda op, f=family: self._prefill_adapter(op, f, f.prefill_op),
                 )
             patch_cache_layers(stack)
             self._undo = stack.pop_all()
@@ -148,6 +151,15 @@ class Interception:
         """The recurrent modules that this thread runs now, innermost last."""
         return self._running.setdefault(threading.get_ident(), [])
 
+    @contextlib.contextmanager
+    def _nothing_running(self) -> Iterator[None]:
+        thread = threading.get_ident()
+        running, self._running[thread] = self._calls, []
+        try:
+            yield
+        finally:
+            self._running[thread] = running
+
     def _enter_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._calls.append(_Running(int(module.layer_idx), module, (*args, *kwargs.values())))  # pyright: ignore[reportArgumentType]
 
@@ -161,19 +173,22 @@ class Interception:
             if not self._calls:  # another model that shares the module file
                 return original(*args, **kwargs)
             layer, module, _ = self._calls[-1]
+            if family.decodes is not None and not family.decodes(module, *args, **kwargs):
+                return self._prefill_adapter(original, family, family.step_op)(*args, **kwargs)
             self.report.step_hits[family.step_op, layer] += 1
             call = family.token_inputs(module, *args, **kwargs)
             return call.finish(self._find(call.state).step(call.inputs), call.state)
 
         return step
 
-    def _prefill_adapter(self, original: Callable[..., Any], family: Family) -> Callable[..., Any]:
-        def prefill(*args: Any, **kwargs: Any) -> Any:
+    def _prefill_adapter(self, original: Callable[..., Any], family: Family, op: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if not self._calls:
                 return original(*args, **kwargs)
             layer, module, _ = running = self._calls[-1]
-            self.report.prefill_hits[family.prefill_op, layer] += 1
-            refuse_packed(module, kwargs)
+            self.report.prefill_hits[op, layer] += 1
+            if family.decodes is None:
+                refuse_packed(module, kwargs)
             name, before = family.prefill_state, None
             # Several tokens on top of a stored state continue from what the checkpoint holds.
             if name is None:
@@ -185,14 +200,18 @@ class Interception:
                 before = holding_of(kwargs[name])
                 assert before is not None
                 kwargs[name] = family.to_model(before.state.materialize())
-            result = original(*args, **kwargs)
+            with self._nothing_running():  # an op may be made of others, the step op for one
+                result = original(*args, **kwargs)
             if isinstance(result, tuple) and result[1] is not None:
                 key_heads = family.key_heads(module, *args, **kwargs)
                 rates = None if family.rates is None else family.rates(module, *args, **kwargs)
-                Prefill(self, family, layer, key_heads, rates, before).ride(result[1])
+                prefill = Prefill(self, family, layer, key_heads, rates, before)
+                if family.decodes is not None:
+                    return (result[0], self.hand_off(prefill, result[1]), *result[2:])
+                prefill.ride(result[1])
             return result
 
-        return prefill
+        return run
 
     def _find(self, handle: Tensor | None) -> DecodeState:
         holding = holding_of(handle)
