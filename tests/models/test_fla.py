@@ -26,7 +26,10 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(params=OPTIONS)
+FAST = ("negative", "bounded")  # each op once
+
+
+@pytest.fixture(params=[n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in OPTIONS])
 def model(request):
     return Model(**OPTIONS[request.param])
 
