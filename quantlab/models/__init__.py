@@ -1,6 +1,8 @@
 """Hugging Face models whose recurrent decode state is held under a policy."""
 
+from quantlab.models.families import Family, OpCall, register_family
 from quantlab.models.interception import run_with_policy
+from quantlab.models.live import live_recurrence
 from quantlab.models.tiny import build_tiny
 
-__all__ = ["build_tiny", "run_with_policy"]
+__all__ = ["Family", "OpCall", "build_tiny", "live_recurrence", "register_family", "run_with_policy"]
