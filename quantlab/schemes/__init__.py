@@ -4,6 +4,7 @@ from quantlab.schemes.files import load_decode_state, save_decode_state
 from quantlab.schemes.fits import check_policy_fits
 from quantlab.schemes.ledger import ByteLedger, StateShape
 from quantlab.schemes.policy import Options, Policy, parse_policy
+from quantlab.schemes.rules import HeadGroup, PolicyRules, Rule, parse_rules
 from quantlab.schemes.sites import SITES
 from quantlab.schemes.slots import SlotPool
 from quantlab.schemes.state import DecodeState, start
@@ -14,13 +15,17 @@ __all__ = [
     "ByteLedger",
     "DecodeState",
     "Diverged",
+    "HeadGroup",
     "Options",
     "Policy",
+    "PolicyRules",
+    "Rule",
     "SlotPool",
     "StateShape",
     "check_policy_fits",
     "load_decode_state",
     "parse_policy",
+    "parse_rules",
     "save_decode_state",
     "start",
 ]

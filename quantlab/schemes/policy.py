@@ -100,6 +100,10 @@ def parse_policy(text: "str | Policy") -> Policy:
     """Parse policy text.  Raises InputError (argument "policy") that says what was expected."""
     if isinstance(text, Policy):
         return text
+    if isinstance(text, str) and text.lower().endswith(".toml"):
+        raise InputError(
+            "policy", text, f"one policy for all layers and heads here, not a file of rules: {EXAMPLE}"
+        )
     if not isinstance(text, str) or text.count("@") != 1:
         raise InputError("policy", text, EXAMPLE)
     return _parse(text)
