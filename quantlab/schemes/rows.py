@@ -136,6 +136,11 @@ class StateRows:
         return self._buffer.pending.clone()
 
     @property
+    def reach(self) -> Tensor:
+        """Newest tokens of each sequence that ``take_back`` can undo (batch,): drafts, and records since a flush."""
+        return self._buffer.cursor + self._buffer.pending
+
+    @property
     def read_copy_bits(self) -> Encoded:
         """The stored bits of the read copy; InputError if the policy has none."""
         if self._copy is None:
