@@ -3,6 +3,9 @@
 Philox-4x32 (Salmon, Moraes, Dror, Shaw, SC 2011), as Triton's ``tl.randint4x`` and cuRAND have it.
 """
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -94,30 +97,57 @@ def random_words(
     layer: int,
     part: int,
     rounds: int = 10,
+    heads: Sequence[int] | None = None,
 ) -> Tensor:
     """One uint32 word per element of a layer's state, as int64 of ``shape`` = (B, H, V, K).
 
     Philox key = 64-bit ``seed``; counter = (element index within one sequence's state // 4, store number,
     sequence id, 4 * layer + part); word = element index % 4.  So neither the batch layout nor a slot move
     changes a sequence's words.  store_numbers, sequence_ids: int64 (B,), used modulo 2^32; part: 0..3.
-    Computed on the CPU, returned on the device of ``store_numbers``.
+    heads: H ascending head numbers, where the state is that of some heads of the layer only: they get the words that
+    they have in the whole layer.  Computed on the CPU, returned on the device of ``store_numbers``.
     """
     check_counters(shape, seed, store_numbers, sequence_ids, layer, part, rounds)
-    batch, elements = shape[0], shape[1] * shape[2] * shape[3]
+    size = shape[2] * shape[3]
+    spans = [(first * size, last * size) for first, last in _head_runs(heads, shape[1])]
     key = (seed & _WORD, (seed >> 32) & _WORD)
-    counters = (elements + 3) // 4
-    output = np.empty((batch, counters, 4), dtype=np.uint64)
+    # Every counter with a word of these heads, and where each span's words then stand.
+    index = np.concatenate([np.arange(a // 4, (b + 3) // 4, dtype=np.uint64) for a, b in spans])
+    output = np.empty((shape[0], len(index), 4), dtype=np.uint64)
     rows = zip(store_numbers.tolist(), sequence_ids.tolist(), strict=True)
     for row, (store_number, sequence_id) in enumerate(rows):
-        for start in range(0, counters, _LANES):
-            index = np.arange(start, min(start + _LANES, counters), dtype=np.uint64)
+        for start in range(0, len(index), _LANES):
+            counters = index[start : start + _LANES].copy()
             fixed = (store_number & _WORD, sequence_id & _WORD, (4 * layer + part) & _WORD)
-            words = [index, *(np.full_like(index, word) for word in fixed)]
+            words = [counters, *(np.full_like(counters, word) for word in fixed)]
             _rounds(words, key, rounds)
             for position, word in enumerate(words):
-                output[row, start : start + len(index), position] = word
-    flat = torch.from_numpy(output.view(np.int64)).flatten(1)[:, :elements]
+                output[row, start : start + len(counters), position] = word
+    flat = torch.from_numpy(output.view(np.int64)).flatten(1)
+    parts, offset = [], 0
+    for a, b in spans:
+        parts.append(flat[:, offset + a % 4 : offset + a % 4 + b - a])
+        offset += 4 * ((b + 3) // 4 - a // 4)
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return flat.reshape(shape).to(store_numbers.device)
+
+
+def _head_runs(heads: Sequence[int] | None, count: int) -> list[tuple[int, int]]:
+    """(first, behind the last) of each run of consecutive heads; InputError unless there are ``count``, ascending."""
+    if heads is None:
+        return [(0, count)]
+    numbers = list(heads) if isinstance(heads, Sequence) else []
+    if len(numbers) != count or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+        raise InputError("heads", heads, f"{count} head numbers, as many as the shape has")
+    if any(second <= first for first, second in itertools.pairwise(numbers)):
+        raise InputError("heads", numbers, "head numbers that go up")
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1]:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs or [(0, 0)]
 
 
 def check_counters(

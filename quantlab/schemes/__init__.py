@@ -2,7 +2,9 @@
 
 from quantlab.schemes.files import load_decode_state, save_decode_state
 from quantlab.schemes.fits import check_policy_fits
-from quantlab.schemes.ledger import ByteLedger, StateShape
+from quantlab.schemes.head_groups import HeadGroups
+from quantlab.schemes.layers import LayerState, start_groups, start_layer
+from quantlab.schemes.ledger import ByteLedger, StateShape, add_ledgers
 from quantlab.schemes.policy import Options, Policy, parse_policy
 from quantlab.schemes.rules import HeadGroup, PolicyRules, Rule, parse_rules
 from quantlab.schemes.sites import SITES
@@ -16,16 +18,21 @@ __all__ = [
     "DecodeState",
     "Diverged",
     "HeadGroup",
+    "HeadGroups",
+    "LayerState",
     "Options",
     "Policy",
     "PolicyRules",
     "Rule",
     "SlotPool",
     "StateShape",
+    "add_ledgers",
     "check_policy_fits",
     "load_decode_state",
     "parse_policy",
     "parse_rules",
     "save_decode_state",
     "start",
+    "start_groups",
+    "start_layer",
 ]

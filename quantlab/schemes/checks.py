@@ -69,7 +69,7 @@ def sequence_ids(value: Any, count: int) -> Tensor:
     return ids.cpu().to(torch.int64, copy=True)
 
 
-def saved_meta(saved: Any, version: int) -> dict[str, Any]:
+def saved_meta(saved: Any, version: int | str) -> dict[str, Any]:
     """The ``meta`` text of a saved state, read."""
     try:
         meta = json.loads(bytes(saved["meta"].tolist()))
@@ -105,6 +105,26 @@ def whole_shape(shape: object) -> None:
     if not isinstance(shape, StateShape) or not all(is_integer(n) and n > 0 for n in vars(shape).values()):
         raise InputError("shape", shape, "a StateShape of integers above zero")
     state_shape(shape.heads, shape.value_dim, shape.key_dim, shape.key_heads)
+
+
+def initial(value: object) -> tuple[int, int, int, int]:
+    """(batch, heads, value_dim, key_dim) of a prefill state."""
+    tensor("initial", value, None, "shape (batch, heads, value_dim, key_dim)")
+    assert isinstance(value, Tensor)
+    if value.ndim != 4 or 0 in value.shape[1:]:
+        expected = "shape (batch, heads, value_dim, key_dim) above zero"
+        raise InputError("initial", tuple(value.shape), expected)
+    batch, heads, value_dim, key_dim = value.shape
+    return batch, heads, value_dim, key_dim
+
+
+def head_numbers(value: object, count: int) -> tuple[int, ...]:
+    """Numbers in their layer of ``count`` heads: ascending, so that heads of one key head stay side by side."""
+    numbers = list(value) if isinstance(value, list | tuple) else []
+    plain = len(numbers) == count and all(is_integer(n) and n >= 0 for n in numbers)
+    if not plain or numbers != sorted(set(numbers)):
+        raise InputError("heads", value, f"{count} head numbers that go up")
+    return tuple(numbers)
 
 
 def options(family: str, shape: StateShape, rates: object, seed: int, layer: int, drafts: int) -> None:

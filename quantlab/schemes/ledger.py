@@ -1,7 +1,7 @@
 """What a policy costs in bytes: read and written per decoded token, and held per sequence, part by part."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from quantlab.errors import InputError
@@ -89,6 +89,19 @@ class VerifyLedger:
     @property
     def bytes_held(self) -> float:
         return sum(self.held.values())
+
+
+def add_ledgers(ledgers: Iterable[ByteLedger]) -> ByteLedger:
+    """Bytes of one sequence in several layers, or groups of heads, part by part."""
+    total = ByteLedger()
+    for one in ledgers:
+        total = ByteLedger(
+            _summed(total.read, one.read),
+            _summed(total.written, one.written),
+            _summed(total.held, one.held),
+            total.values + one.values,
+        )
+    return total
 
 
 def ledger(policy: Policy, recurrence: Recurrence, shape: StateShape, drafts: int = 0) -> ByteLedger:
@@ -346,6 +359,10 @@ def _check_counts(tokens: int, accepted: int) -> None:
 def _scalar(policy: Policy) -> int:
     """Bytes of one number in the dtype of the arithmetic."""
     return 8 if policy.checkpoint.name == "fp64" else 4
+
+
+def _summed(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return one | {name: one.get(name, 0.0) + value for name, value in other.items()}
 
 
 def _nonzero(parts: dict[str, float]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """What a decode state holds: the stored copies and the window of each row, and what can be done with rows."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 import torch
@@ -42,6 +42,7 @@ class StateRows:
         sequence_ids: Tensor | None = None,
         drafts: int = DRAFTS,
         arithmetic: torch.dtype | None = None,
+        heads: Sequence[int] | None = None,
     ):
         self.policy, self.recurrence, self.shape = policy, get_recurrence(family), shape
         self.seed, self.layer, self.drafts = seed, layer, drafts
@@ -50,7 +51,15 @@ class StateRows:
         self.dtype = checks.arithmetic(arithmetic, policy)
         self.rates = None if rates is None else rates.detach().to(self.dtype, copy=True)
         ids = torch.arange(batch) if sequence_ids is None else checks.sequence_ids(sequence_ids, batch)
-        common = {"dtype": self.dtype, "seed": seed, "layer": layer, "sequence_ids": ids}
+        # Of some heads of a layer alone: their numbers there, which name their random bits.
+        self.heads = None if heads is None else checks.head_numbers(heads, shape.heads)
+        common = {
+            "dtype": self.dtype,
+            "seed": seed,
+            "layer": layer,
+            "sequence_ids": ids,
+            "heads": self.heads,
+        }
         self._checkpoint = Store(policy.checkpoint, CHECKPOINT_PART, **common)
         self._copy = Store(policy.read_copy, READ_COPY_PART, **common) if policy.read_copy else None
         self._options = options = policy.options
@@ -135,6 +144,13 @@ class StateRows:
         """Drafts of each sequence that wait for ``commit`` (batch,)."""
         return self._buffer.pending.clone()
 
+    def check_drafts(self, count: int, rows: Tensor | None = None) -> None:
+        """InputError unless a ``verify`` of ``count`` tokens finds room behind the window."""
+        limit = min(self.drafts, self._window) if self._early else self.drafts
+        if not 1 <= count <= limit:
+            at = f"{count} drafted tokens at {self._place(rows, 0)}"
+            raise InputError("tokens", at, f"1 to {limit}: what the window of {self.policy} has room for")
+
     @property
     def reach(self) -> Tensor:
         """Newest tokens of each sequence that ``take_back`` can undo (batch,): drafts, and records since a flush."""
@@ -193,8 +209,13 @@ class StateRows:
         Raises InputError unless ``other`` has the same policy, family, shape, seed and layer, and len(rows) rows.
         """
         rows = checks.rows(rows, self.batch, distinct=True)
-        other._refuse_drafts(None, "place")
+        self.check_place(rows, other)
         saving.place(self, rows, other)
+
+    def check_place(self, rows: Tensor, other: "StateRows") -> None:
+        """The InputError of ``place``, or nothing."""
+        other._refuse_drafts(None, "place")
+        saving.check_place(self, rows, other)
 
     def _views(self, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """The decoded states that serve S q and S k."""

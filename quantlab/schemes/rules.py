@@ -146,6 +146,15 @@ class PolicyRules:
             for number in dict.fromkeys(numbers):
                 check_policy_fits(self.default if number is None else self.rules[number].policy, of_layer)
 
+    def check_layer(self, layer: int, heads: int, family: str) -> None:
+        """``check`` of one layer alone: rules for other layers, and those that later ones override, are no matter."""
+        for number, rule in enumerate(self.rules):
+            if rule.matches(layer) and rule.heads is not None and max(rule.heads) >= heads:
+                expected = f"heads from 0 to {heads - 1}, which is what layer {layer} has"
+                raise InputError("policy", self._place(number), expected)
+        for group in self.of_layer(layer, heads):
+            check_policy_fits(group.policy, family)
+
     def _deciding(self, layer: int, heads: int) -> list[int | None]:
         """For each head the number of the rule that decides, None for the default."""
         deciding: list[int | None] = [None] * heads

@@ -39,6 +39,8 @@ def tensors(state: "StateRows", rows: Tensor | None = None) -> dict[str, Tensor]
         "drafts": state.drafts,
         "arithmetic": str(state.dtype).removeprefix("torch."),
     }
+    if state.heads is not None:
+        meta["heads"] = state.heads
     saved = {"meta": torch.tensor(list(json.dumps(meta).encode()), dtype=torch.uint8)}
     per_row = {
         f"{part}.{n}": t for part, store in state._stores().items() for n, t in store.tensors().items()
@@ -68,20 +70,25 @@ def restored(make: type[State], saved: dict[str, Tensor]) -> State:
         raise InputError("saved state", f"{error.argument} {error.value}", error.expected) from error
 
 
-def place(state: "StateRows", rows: Tensor, other: "StateRows") -> None:
-    """See DecodeState.place."""
+def check_place(state: "StateRows", rows: Tensor, other: "StateRows") -> None:
+    """InputError unless ``place`` can do it."""
     for name, mine, theirs in (
         ("policy", str(state.policy), str(other.policy)),
         ("family", state.recurrence.name, other.recurrence.name),
         ("shape", state.shape, other.shape),
         ("seed", state.seed, other.seed),
         ("layer", state.layer, other.layer),
+        ("heads", state.heads, other.heads),
         ("arithmetic", state.dtype, other.dtype),
         ("drafts", state.drafts, other.drafts),
         ("rows", len(rows), other.batch),
     ):
         if mine != theirs:
             raise InputError(f"{name} of the state to place", theirs, str(mine))
+
+
+def place(state: "StateRows", rows: Tensor, other: "StateRows") -> None:
+    """See DecodeState.place; ``check_place`` found nothing against it."""
     for part, store in state._stores().items():
         store.place(rows, other._stores()[part])
         state._unread[part] = state._unread[part].index_copy(0, rows, other._unread[part])
@@ -104,6 +111,7 @@ def _restored(make: type[State], saved: dict[str, Tensor], meta: dict[str, Any])
         layer=meta["layer"],
         drafts=meta["drafts"],
         arithmetic=_ARITHMETIC[meta["arithmetic"]],
+        heads=meta.get("heads"),
     )
     dense = (len(cursor), shape.heads, shape.value_dim, shape.key_dim)
     for part, store in state._stores().items():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -9,10 +10,11 @@ from torch import Tensor
 from quantlab.errors import InputError, unknown_name
 from quantlab.recurrences import StepInputs
 from quantlab.schemes import checks
+from quantlab.schemes.layers import LayerState, start_layer
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import Policy
 from quantlab.schemes.rows import DRAFTS
-from quantlab.schemes.state import DecodeState, start
+from quantlab.schemes.rules import PolicyRules
 
 NULL_ROWS = {"negative": 0, "zero": 1}
 """First slot number that is not null: of a padded batch, rows below it belong to nobody."""
@@ -21,7 +23,8 @@ Slots = Sequence[int] | Tensor
 
 
 class SlotPool:
-    """A fixed number of slots, each free or held by one sequence of one layer, all under one policy.
+    """A fixed number of slots, each free or held by one sequence of one layer, all under one policy, or under what
+    rules say of ``layer``.
 
     The cursor, the store number and the sequence id belong to the slot and start over when it is allocated; they are
     never derived from token counts.  A forward names one slot for each row of its batch; rows with a null slot number
@@ -33,7 +36,7 @@ class SlotPool:
 
     def __init__(
         self,
-        policy: str | Policy,
+        policy: str | Path | Policy | PolicyRules,
         family: str,
         shape: StateShape,
         slots: int,
@@ -51,7 +54,7 @@ class SlotPool:
         self.first = NULL_ROWS[null]
         if not checks.is_integer(slots) or slots <= self.first:
             raise InputError("slots", slots, f"an integer above {self.first}")
-        self._state = start(
+        self._state = start_layer(
             policy,
             family,
             _zero_states(slots, shape),
@@ -99,7 +102,7 @@ class SlotPool:
     def copy(self, source: int, target: int) -> None:
         """Make a held slot what another one is, bit for bit."""
         rows = self._rows([source, target])
-        self._state.place(rows[1:], self._taken(rows[:1]))
+        self._place(rows[1:], self._taken(rows[:1]))
 
     def fork(self, slot: int, count: int = 1, sequence_ids: Sequence[int] | None = None) -> list[int]:
         """``count`` further slots with what ``slot`` holds.
@@ -112,7 +115,7 @@ class SlotPool:
         ids = None if sequence_ids is None else checks.sequence_ids(sequence_ids, count)
         targets = self._free_slots(count)
         for number, target in enumerate(targets):
-            self._state.place(torch.tensor([target]), self._taken(rows))
+            self._place(torch.tensor([target]), self._taken(rows))
             if ids is not None:
                 self._state.rename(torch.tensor([target]), ids[number : number + 1])
             self._held[target] = True
@@ -128,7 +131,7 @@ class SlotPool:
         distinct, places = origins.unique(return_inverse=True)
         taken = self._taken(distinct)
         taken.select(places)
-        self._state.place(rows, taken)
+        self._place(rows, taken)
 
     def reset(self, slot: int, initial: Tensor | None = None, sequence_id: int | None = None) -> None:
         """Start a new sequence in a held slot, as ``free`` and ``allocate`` of the same slot would."""
@@ -157,9 +160,9 @@ class SlotPool:
 
     def restore(self, saved: dict[str, Tensor]) -> int:
         """A free slot that holds what ``preempt`` or ``snapshot`` returned; it continues bit for bit."""
-        state = DecodeState.restore(saved)
+        state = self._restored(saved)
         slot = self._free_slots(1)[0]
-        self._state.place(torch.tensor([slot]), state)
+        self._place(torch.tensor([slot]), state)
         self._held[slot] = True
         return slot
 
@@ -264,9 +267,16 @@ class SlotPool:
             raise InputError("slots", f"{len(free)} of {total} free", f"{count} free: free or preempt some")
         return free[:count]
 
-    def _taken(self, rows: Tensor) -> DecodeState:
+    def _taken(self, rows: Tensor) -> LayerState:
         """A decode state of its own with what ``rows`` hold."""
-        return DecodeState.restore(self._state.save(rows))
+        return self._restored(self._state.save(rows))
+
+    def _restored(self, saved: dict[str, Tensor]) -> LayerState:
+        """A state of the pool's kind."""
+        return type(self._state).restore(saved)
+
+    def _place(self, rows: Tensor, state: LayerState) -> None:
+        self._state.place(rows, state)  # pyright: ignore[reportArgumentType]
 
     def _begin(self, slot: int, initial: Tensor, sequence_id: int | None) -> None:
         """Hand a prefill state to a slot; a sequence without a name gets the next one of this pool."""

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quantlab.errors import InputError
 from quantlab.recurrences import StepInputs
 from quantlab.recurrences.chunk import keep_first
 from quantlab.recurrences.window import EMPTY
@@ -63,10 +62,7 @@ class DecodeState(StateRows):
         """
         rows = self._entered_rows(rows)
         count = checks.token_count(tokens)
-        limit = min(self.drafts, self._window) if self._early else self.drafts
-        if not 1 <= count <= limit:
-            at = f"{count} drafted tokens at {self._place(rows, 0)}"
-            raise InputError("tokens", at, f"1 to {limit}: what the window of {self.policy} has room for")
+        self.check_drafts(count, rows)
         tokens = self._entered(tokens, rows, count)
         self._refuse_drafts(rows, "verify")
         lengths = checks.lengths(lengths, len(tokens.v), count)
@@ -314,12 +310,7 @@ def start(
     may take.  arithmetic: torch.float32 or torch.float64, in which everything but the stores is computed.
     Raises InputError for a policy that the family cannot use and for shapes that disagree.
     """
-    checks.tensor("initial", initial, None, "shape (batch, heads, value_dim, key_dim)")
-    if initial.ndim != 4 or 0 in initial.shape[1:]:
-        raise InputError(
-            "initial", tuple(initial.shape), "shape (batch, heads, value_dim, key_dim) above zero"
-        )
-    batch, heads, value_dim, key_dim = initial.shape
+    batch, heads, value_dim, key_dim = checks.initial(initial)
     shape = checks.state_shape(heads, value_dim, key_dim, key_heads)
     checks.options(family, shape, rates, seed, layer, drafts)
     state = DecodeState(

@@ -55,13 +55,22 @@ class Store:
     values alone.
     ``numbers`` counts the stores of each sequence, 0 being the prefill hand-off; with ``sequence_ids`` and the seed it
     decides the stochastic bits, so that batch layout and slot moves change nothing.  ``live`` marks the rows whose
-    ``decoded`` was not rounded yet.
+    ``decoded`` was not rounded yet.  heads: which of the layer's heads these are, if not all; they draw the bits that
+    they draw in the whole layer.
     """
 
     def __init__(
-        self, format: Format, part: int, *, dtype: torch.dtype, seed: int, layer: int, sequence_ids: Tensor
+        self,
+        format: Format,
+        part: int,
+        *,
+        dtype: torch.dtype,
+        seed: int,
+        layer: int,
+        sequence_ids: Tensor,
+        heads: Sequence[int] | None = None,
     ):
-        self.format, self.part, self.seed, self.layer = format, part, seed, layer
+        self.format, self.part, self.seed, self.layer, self.heads = format, part, seed, layer, heads
         self.dtype = dtype
         self.sequence_ids = sequence_ids
         self.numbers = torch.full_like(sequence_ids, -1)
@@ -211,7 +220,13 @@ class Store:
             return None
         batch, heads, value_dim, key_dim = shape
         return random_words(
-            (batch, heads, value_dim, key_dim), self.seed, numbers, ids, self.layer, self.part
+            (batch, heads, value_dim, key_dim),
+            self.seed,
+            numbers,
+            ids,
+            self.layer,
+            self.part,
+            heads=self.heads,
         )
 
     def _encode(

@@ -14,8 +14,10 @@ from quantlab.formats.random import _torch_rounds
 SHAPE = (3, 2, 5, 7)
 
 
-def words(shape=SHAPE, seed=2**40 + 5, stores=(0, 1, 7), sequences=(4, 4, 2**33 + 1), layer=3, part=1):
-    return random_words(shape, seed, torch.tensor(stores), torch.tensor(sequences), layer, part)
+def words(
+    shape=SHAPE, seed=2**40 + 5, stores=(0, 1, 7), sequences=(4, 4, 2**33 + 1), layer=3, part=1, heads=None
+):
+    return random_words(shape, seed, torch.tensor(stores), torch.tensor(sequences), layer, part, heads=heads)
 
 
 def test_every_word_is_the_one_of_its_counter():
@@ -42,6 +44,36 @@ def test_large_states_are_cut_without_a_seam():
     counters = torch.stack([index // 4, *(torch.full_like(index, word) for word in (2, 9, 13))], dim=-1)
     expected = philox_4x32(counters, (5, 2**8)).gather(1, (index % 4)[:, None])[:, 0]
     assert torch.equal(drawn[index], expected)
+
+
+@pytest.mark.parametrize(
+    "shape", [SHAPE, (2, 6, 4, 16), (2, 6, 3, 3), (1, 5, 1, 1), (1, 6, 128, 128)], ids=str
+)
+def test_heads_taken_alone_have_their_words_of_the_whole_layer(shape):
+    """Heads begin anywhere in a counter: 35, 9 and 1 elements a head are no multiples of four."""
+    arguments = {"shape": shape, "stores": range(shape[0]), "sequences": range(3, 3 + shape[0])}
+    whole = words(**arguments)
+    every = range(shape[1])
+    for heads in (every, every[1:], every[:1], every[::2], every[-1:], (0, *every[2:])):
+        drawn = words(**arguments | {"shape": (shape[0], len(heads), *shape[2:])}, heads=heads)
+        assert torch.equal(drawn, whole[:, list(heads)])
+
+
+def test_heads_far_into_a_layer_are_drawn_without_the_heads_before_them():
+    drawn = words(shape=(1, 1, 2, 3), stores=(2,), sequences=(9,), heads=[2**31]).flatten()
+    for number, word in enumerate(drawn.tolist()):
+        element = 2**31 * 6 + number
+        assert word == philox_4x32(torch.tensor([element // 4, 2, 9, 13]), (5, 2**8))[element % 4]
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [[1, 0], [0, 0], [0], [0, 1, 2], [-1, 0], [0, 1.0], [False, True], 2, torch.tensor([0, 1])],
+    ids=str,
+)
+def test_wrong_heads_are_named(heads):
+    with pytest.raises(InputError, match=r"^heads "):
+        words(heads=heads)
 
 
 def test_layers_parts_stores_and_seeds_differ():
