@@ -60,12 +60,14 @@ def _reorder(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _batch_method(
-    layer: Any, name: str, rows_of: Callable[[Any, Any], Tensor]
+    layer: Any, name: str, rows_of: Callable[[Any, Any], Tensor | None]
 ) -> Callable[[Any], Callable[..., None]]:
     """A method of ``layer`` that no release has: it reorders by the rows that its argument stands for."""
 
     def method(self: Any, argument: Any) -> None:
-        layer.reorder_cache(self, rows_of(self, argument))
+        rows = rows_of(self, argument)
+        if rows is not None:
+            layer.reorder_cache(self, rows)
         attention = getattr(super(layer, self), name, None)  # the other half of a hybrid layer
         if attention is not None:
             attention(argument)
@@ -73,6 +75,7 @@ def _batch_method(
     return lambda _: method
 
 
-def _repeated(layer: Any, repeats: int) -> Tensor:
-    batch = next(t for t in layer.conv_states.values() if t is not None).shape[0]
-    return torch.arange(batch, device=layer.device).repeat_interleave(repeats)
+def _repeated(layer: Any, repeats: int) -> Tensor | None:
+    # Some releases give layers without any state, such as an MLP, an empty layer of this class.
+    batch = next((len(t) for t in layer.conv_states.values() if t is not None), None)
+    return None if batch is None else torch.arange(batch, device=layer.device).repeat_interleave(repeats)

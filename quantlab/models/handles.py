@@ -29,7 +29,8 @@ class Holding:
 
     def handle(self, batch: int, device: torch.device) -> Tensor:
         # The batch dimension is real, so that code asking a state for its batch size gets the right answer.
-        tensor = torch.empty((batch, 0), device=device)
+        # It is float32, as a real state is, because a model may ask for that: a cast would lose the attribute.
+        tensor = torch.empty((batch, 0), dtype=torch.float32, device=device)
         tensor._quantlab_holding = self  # pyright: ignore[reportAttributeAccessIssue]
         return tensor
 
@@ -47,6 +48,7 @@ class Prefill:
     family: Family
     layer: int
     key_heads: int
+    rates: Tensor | None
     continues: Holding | None
 
     def ride(self, state: Tensor) -> None:

@@ -14,7 +14,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from quantlab.errors import InputError
 from quantlab.models.cache_layers import patch_cache_layers
 from quantlab.models.families import Family
+from quantlab.models.families.base import refuse_packed
 from quantlab.models.handles import Holding, Prefill, holding_of
 from quantlab.models.patching import replace
 from quantlab.models.recurrent_layers import op_namespaces
@@ -56,6 +57,21 @@ def run_with_policy(
     interception.require_effect()
 
 
+class _Running(NamedTuple):
+    """A layer whose forward runs: its number, its module, and what the forward was given."""
+
+    layer: int
+    module: nn.Module
+    given: tuple[Any, ...]
+
+    def cached_state(self) -> Tensor | None:
+        """What the layer's cache holds for a recurrent state, for an op that is not told."""
+        for value in self.given:
+            if hasattr(value, "update_recurrent_state"):
+                return value.layers[self.layer].recurrent_states[0]
+        return None
+
+
 class Interception:
     """A policy bound to a model.  A context manager that may be entered again and again; its report adds
     up.
@@ -72,7 +88,7 @@ class Interception:
         self._namespaces = op_namespaces(model)
         for _, family in self._namespaces:
             check_policy_fits(self.policy, family.recurrence)
-        self._running: dict[int, list[tuple[int, nn.Module]]] = {}  # by thread
+        self._running: dict[int, list[_Running]] = {}  # by thread
         self._alive: list[tuple[weakref.ref[Holding], DecodeState]] = []
         self._undo: contextlib.ExitStack | None = None
 
@@ -87,7 +103,8 @@ class Interception:
             stack.callback(_ENTERED.release)
             for module in self._model.modules():
                 if isinstance(getattr(module, "layer_idx", None), int):
-                    stack.callback(module.register_forward_pre_hook(self._enter_layer).remove)
+                    enter = module.register_forward_pre_hook(self._enter_layer, with_kwargs=True)
+                    stack.callback(enter.remove)
                     stack.callback(module.register_forward_hook(self._leave_layer, always_call=True).remove)
             for namespace, family in self._namespaces:
                 replace(stack, namespace, family.step_op, lambda op, f=family: self._step_adapter(op, f))
@@ -127,12 +144,12 @@ class Interception:
 
     # -- which layer is running
     @property
-    def _calls(self) -> list[tuple[int, nn.Module]]:
+    def _calls(self) -> "list[_Running]":
         """The recurrent modules that this thread runs now, innermost last."""
         return self._running.setdefault(threading.get_ident(), [])
 
-    def _enter_layer(self, module: nn.Module, args: Any) -> None:
-        self._calls.append((module.layer_idx, module))  # pyright: ignore[reportArgumentType]
+    def _enter_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls.append(_Running(int(module.layer_idx), module, (*args, *kwargs.values())))  # pyright: ignore[reportArgumentType]
 
     def _leave_layer(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._calls:
@@ -143,7 +160,7 @@ class Interception:
         def step(*args: Any, **kwargs: Any) -> Any:
             if not self._calls:  # another model that shares the module file
                 return original(*args, **kwargs)
-            layer, module = self._calls[-1]
+            layer, module, _ = self._calls[-1]
             self.report.step_hits[family.step_op, layer] += 1
             call = family.token_inputs(module, *args, **kwargs)
             return call.finish(self._find(call.state).step(call.inputs), call.state)
@@ -154,20 +171,25 @@ class Interception:
         def prefill(*args: Any, **kwargs: Any) -> Any:
             if not self._calls:
                 return original(*args, **kwargs)
-            layer, module = self._calls[-1]
+            layer, module, _ = running = self._calls[-1]
             self.report.prefill_hits[family.prefill_op, layer] += 1
-            given = kwargs.get(family.prefill_state)
-            before = None
-            if given is not None:
-                # Several tokens on top of a stored state: they continue from what the checkpoint holds.
-                self._find(given)
-                before = holding_of(given)
+            refuse_packed(module, kwargs)
+            name, before = family.prefill_state, None
+            # Several tokens on top of a stored state continue from what the checkpoint holds.
+            if name is None:
+                if (handle := running.cached_state()) is not None:
+                    call = family.chunk_inputs(module, *args, **kwargs)
+                    return call.finish(self._find(handle).extend(call.inputs), handle)
+            elif kwargs.get(name) is not None:
+                self._find(kwargs[name])
+                before = holding_of(kwargs[name])
                 assert before is not None
-                kwargs[family.prefill_state] = family.to_model(before.state.materialize())
+                kwargs[name] = family.to_model(before.state.materialize())
             result = original(*args, **kwargs)
             if isinstance(result, tuple) and result[1] is not None:
                 key_heads = family.key_heads(module, *args, **kwargs)
-                Prefill(self, family, layer, key_heads, before).ride(result[1])
+                rates = None if family.rates is None else family.rates(module, *args, **kwargs)
+                Prefill(self, family, layer, key_heads, rates, before).ride(result[1])
             return result
 
         return prefill
@@ -202,6 +224,7 @@ class Interception:
             prefill.family.recurrence,
             initial,
             key_heads=prefill.key_heads,
+            rates=prefill.rates,
             seed=self.seed,
             layer=prefill.layer,
             sequence_ids=ids,

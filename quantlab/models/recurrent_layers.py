@@ -1,5 +1,6 @@
 """Which layers of a model are recurrent, and which family of ops each one calls."""
 
+import inspect
 import sys
 from dataclasses import dataclass
 from types import ModuleType
@@ -7,7 +8,7 @@ from types import ModuleType
 from torch import nn
 
 from quantlab.errors import InputError
-from quantlab.models.families import FAMILIES, UNSUPPORTED_OPS, Family
+from quantlab.models.families import FAMILIES, UNSUPPORTED, Family, families_of
 from quantlab.recurrences import get_recurrence
 
 
@@ -30,15 +31,16 @@ def recurrent_layers(model: nn.Module) -> dict[int, RecurrentLayer]:
 
     Raises InputError as ``op_namespaces`` does.
     """
-    families = {id(namespace): family for namespace, family in op_namespaces(model)}
+    op_namespaces(model)
     found = {}
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             continue
-        family = next((f for file in _files(module) if (f := families.get(id(file))) is not None), None)
         decays = _own_decays(module)
-        if family is not None and decays:
+        families = [family for file in _files(module) for family in families_of(file)]
+        if decays and families:
+            family = _called(module, families)
             # Mamba-1's decays are one for each element of the single head.
             single = get_recurrence(family.recurrence).needs_rates
             heads = 1 if single else sum(decay.numel() for decay in decays)
@@ -55,20 +57,12 @@ def op_namespaces(model: nn.Module) -> list[tuple[ModuleType, Family]]:
     if not isinstance(model, nn.Module):
         raise InputError("model", type(model).__name__, "a loaded model (torch.nn.Module)")
     files = {file.__name__: file for part in model.modules() for file in _files(part)}
-    for namespace in files.values():
-        for op, recurrence in UNSUPPORTED_OPS.items():
-            if op in vars(namespace):
-                raise InputError(
-                    "model",
-                    type(model).__name__,
-                    f"recurrent layers that a policy serves; {recurrence} is not built yet",
-                )
-    found = [
-        (namespace, family)
-        for namespace in files.values()
-        for family in FAMILIES
-        if family.step_op in vars(namespace)
-    ]
+    for name, reason in UNSUPPORTED.items():
+        if any(file.rsplit(".", 1)[-1] == name for file in files):
+            raise InputError(
+                "model", type(model).__name__, f"a model that a policy can serve, which this is not: {reason}"
+            )
+    found = [(file, family) for file in files.values() for family in families_of(file)]
     if not found:
         ops = ", ".join(family.step_op for family in FAMILIES)
         raise InputError(
@@ -81,6 +75,15 @@ def _files(module: nn.Module) -> list[ModuleType]:
     """The Python modules that define this module's class and its bases."""
     names = [cls.__module__ for cls in type(module).__mro__]
     return [sys.modules[name] for name in names if name in sys.modules]
+
+
+def _called(module: nn.Module, families: list[Family]) -> Family:
+    """The family whose step op the methods of ``module`` name, where its file has several."""
+    if len(families) == 1:
+        return families[0]
+    methods = [inspect.unwrap(f) for cls in type(module).__mro__ for f in vars(cls).values() if callable(f)]
+    names = {name for f in methods if (code := getattr(f, "__code__", None)) for name in code.co_names}
+    return next((family for family in families if family.step_op in names), families[0])
 
 
 def _own_decays(module: nn.Module) -> list[nn.Parameter]:

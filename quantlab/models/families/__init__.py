@@ -1,21 +1,67 @@
 """How each family of model ops hands its tensors to a decode state: one file a family.
 
 transformers calls its recurrent ops as module globals, with the same names in every model of a family, so
-an adapter per family serves all of them.  To add a family: one file with a ``Family``, one line in
-``FAMILIES``.  To add a model: nothing, unless it brings new op names.
+an adapter per family serves all of them.  To add a model: nothing, unless it brings new op names.  To add a
+family here: one file with a ``Family``, one line in ``FAMILIES``.  To add one from outside: ``register_family``, or the
+attribute ``QUANTLAB_FAMILIES``, a tuple of families, in the file that calls the ops.
 """
 
-from quantlab.models.families import gated_delta, mamba2
-from quantlab.models.families.base import Family, OpCall
+from types import ModuleType
 
-FAMILIES: list[Family] = [mamba2.FAMILY, gated_delta.FAMILY]
+from quantlab.errors import InputError
+from quantlab.models.families import gated_delta, kimi_delta, mamba1, mamba2
+from quantlab.models.families.base import Family, OpCall, key_dim_last, key_dim_swapped
+from quantlab.recurrences import get_recurrence
 
-# Recurrent ops that we know of and cannot serve yet: meeting one is an error, never a layer left in full
+FAMILIES: list[Family] = [mamba2.FAMILY, gated_delta.FAMILY, kimi_delta.FAMILY, mamba1.FAMILY]
+
+# Files whose mixers do with the state what no handle can stand: meeting one is an error, never a layer left in full
 # precision.
-UNSUPPORTED_OPS: dict[str, str] = {
-    "recurrent_kimi_delta_attention": "kimi_delta",
-    "chunk_kimi_delta_attention": "kimi_delta",
-    "mamba_selective_state_update": "mamba1",
-}
+UNSUPPORTED: dict[str, str] = {"modeling_zamba": "it slices its state head by head"}
 
-__all__ = ["FAMILIES", "UNSUPPORTED_OPS", "Family", "OpCall"]
+
+def register_family(family: Family) -> None:
+    """Serve one more family of ops, before any model that calls them is run with a policy.
+
+    Raises InputError if the recurrence is not known, or if another family has one of the two op names.
+    """
+    check_family(family)
+    for known in FAMILIES:
+        if known == family:
+            return
+        taken = {known.step_op, known.prefill_op} & {family.step_op, family.prefill_op}
+        if taken:
+            raise InputError(
+                "family", ", ".join(sorted(taken)), f"op names that {known.recurrence} has not taken"
+            )
+    FAMILIES.append(family)
+
+
+def check_family(family: Family) -> None:
+    """InputError unless ``family`` is a Family of a known recurrence, with rates where that needs them."""
+    if not isinstance(family, Family):
+        raise InputError("family", type(family).__name__, "a quantlab.models.families.Family")
+    if get_recurrence(family.recurrence).needs_rates != (family.rates is not None):
+        raise InputError("family", family.step_op, "rates exactly where the recurrence needs them (mamba1)")
+
+
+def families_of(file: ModuleType) -> list[Family]:
+    """The families whose step op the module ``file`` has as a global: those that it declares itself, then ours."""
+    declared = getattr(file, "QUANTLAB_FAMILIES", ())
+    for family in declared:
+        check_family(family)
+    taken = {family.step_op for family in declared}
+    known = [family for family in FAMILIES if family.step_op not in taken]
+    return [family for family in (*declared, *known) if family.step_op in vars(file)]
+
+
+__all__ = [
+    "FAMILIES",
+    "UNSUPPORTED",
+    "Family",
+    "OpCall",
+    "families_of",
+    "key_dim_last",
+    "key_dim_swapped",
+    "register_family",
+]

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from quantlab.errors import InputError
 from quantlab.recurrences import StepInputs
 
 
@@ -24,6 +25,16 @@ class OpCall:
     finish: Callable[[Tensor, Tensor | None], Any]
 
 
+def refuse_packed(mixer: nn.Module | None, options: dict[str, Any]) -> None:
+    """InputError if an op's further arguments say that its rows hold several sequences, one behind the other."""
+    for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"):
+        if options.get(name) is not None:
+            layer = "" if mixer is None else f" at layer {getattr(mixer, 'layer_idx', '?')}"
+            raise InputError(
+                name, f"given{layer}", "None: one sequence a row of the batch, padded on the left"
+            )
+
+
 def key_dim_last(dense: Tensor) -> Tensor:
     """(B, H, V, K) as it is, contiguous."""
     return dense.contiguous()
@@ -40,20 +51,23 @@ class Family:
 
     recurrence: a name of ``quantlab.recurrences``.
     step_op, prefill_op: the module globals to replace.
-    prefill_state: the keyword under which the prefill op takes the state to continue from.
+    prefill_state: the keyword under which the prefill op takes the state to continue from; None for an op that takes
+    none: several tokens on top of a stored state then run through ``chunk_inputs`` and the decode state itself.
     to_state, to_model: the model's dense state -> (B, H, V, K) with the key dim contiguous, and back.
     token_inputs(mixer, *args, **kwargs), chunk_inputs(mixer, *args, **kwargs): the step op's or the prefill op's
     arguments behind ``mixer`` (the calling module, or None) as an ``OpCall``, of one token (B, ...) or of several
     (B, T, ...).
     key_heads(mixer, *args, **kwargs): the number of key heads, read off the prefill op's arguments.
+    rates(mixer, *args, **kwargs): the fixed rates (H, V, K) of a recurrence that needs them, read off the same.
     """
 
     recurrence: str
     step_op: str
     prefill_op: str
-    prefill_state: str
+    prefill_state: str | None
     to_state: Callable[[Tensor], Tensor]
     to_model: Callable[[Tensor], Tensor]
     token_inputs: Callable[..., OpCall]
     chunk_inputs: Callable[..., OpCall]
     key_heads: Callable[..., int]
+    rates: Callable[..., Tensor] | None = None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quantlab.errors import InputError
-from quantlab.models.families.base import Family, OpCall, key_dim_swapped
+from quantlab.models.families.base import Family, OpCall, key_dim_swapped, refuse_packed
 from quantlab.recurrences import StepInputs
 
 # The l2 norm of query and key in the model's own op adds this inside the square root.
@@ -24,9 +24,10 @@ def chunk_inputs(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
+    **options: Any,
 ) -> OpCall:
     """T tokens: query and key (B, T, heads, K), value (B, T, H, V), g (log decay) and beta (B, T, H)."""
+    refuse_packed(mixer, options)
     repeat = key.shape[2] // _distinct_key_heads(mixer, key)
     q, k = query[:, :, ::repeat].float(), key[:, :, ::repeat].float()
     if use_qk_l2norm_in_kernel:

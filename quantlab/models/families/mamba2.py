@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quantlab.models.families.base import Family, OpCall, key_dim_last
+from quantlab.models.families.base import Family, OpCall, key_dim_last, refuse_packed
 from quantlab.recurrences import StepInputs
 
 
@@ -24,11 +24,12 @@ def token_inputs(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     z: Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> OpCall:
     """One token: x (B, H, P), dt (B, H, P) equal along P, A (H, P, N) equal along P and N, B and C (B, G, N), D (H, P),
     dt_bias (H, P) equal along P, z (B, H, P).
     """
+    refuse_packed(mixer, options)
     bias = None if dt_bias is None else dt_bias[:, 0]
     inputs, x32 = _inputs(x, dt[..., 0], A[:, 0, 0], B, C, bias, dt_softplus)
 
@@ -56,9 +57,10 @@ def chunk_inputs(
     initial_states: Tensor | None = None,
     dt_softplus: bool = False,
     return_final_states: bool = False,
-    **_: Any,
+    **options: Any,
 ) -> OpCall:
     """T tokens: x (B, T, H, P), dt (B, T, H), A (H,), B and C (B, T, G, N), D and dt_bias (H,)."""
+    refuse_packed(mixer, options)
     inputs, x32 = _inputs(x, dt, A, B, C, dt_bias, dt_softplus)
 
     def finish(outputs: Tensor, state: Tensor | None) -> Any:
