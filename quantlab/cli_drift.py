@@ -13,7 +13,7 @@ from quantlab.terminal import print_json, print_table, print_wrapped, progress
 
 if TYPE_CHECKING:
     from quantlab.drift import Stream, StreamSource
-    from quantlab.schemes import Policy
+    from quantlab.drift.head_policies import Followed
 
 EPILOG = "Example: [bold]quantlab drift --family gated_delta --alpha 0.99 -p fp32/nvfp4@16 -p nvfp4@1[/bold]"
 LARGEST_THREADS = 4096
@@ -71,7 +71,10 @@ def drift(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            "--policy", "-p", help="Policy text, e.g. fp32/nvfp4@16; repeat for several.", metavar="POLICY"
+            "--policy",
+            "-p",
+            help="Policy text, e.g. fp32/nvfp4@16, or rules for single heads (a .toml file); repeat for several.",
+            metavar="POLICY",
         ),
     ] = None,
     family: Annotated[
@@ -146,11 +149,13 @@ def drift(
 
     from quantlab import drift as drifts
     from quantlab.drift.growth import MINIMUM_UNITS
-    from quantlab.schemes import check_policy_fits, parse_policy
+    from quantlab.drift.head_policies import check_fits, parse_followed
+    from quantlab.drift.sources import as_source
+    from quantlab.schemes import PolicyRules
 
     # One thread unless OMP_NUM_THREADS says otherwise: states are small, and more threads wait for each other.
     torch.set_num_threads(_threads(os.environ.get("OMP_NUM_THREADS", "")))
-    policies = list(dict.fromkeys(parse_policy(text) for text in policy or ["fp32@1"]))
+    policies = list(dict.fromkeys(parse_followed(text) for text in policy or ["fp32@1"]))
     if stream is not None:
         for name in _MADE_ONLY:
             if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
@@ -161,6 +166,9 @@ def drift(
         raise InputError("save_stream", str(save_stream), "no --output, with which no stream is in memory")
     if attribute:
         check_alone({"output": output, "turn": turn, "chunk": chunk})
+        for rules in policies:
+            if isinstance(rules, PolicyRules):
+                raise InputError("policy", str(rules), "one policy for all heads with --attribute")
     elif suspect:
         raise InputError("suspect", suspect[0], "--attribute")
     settings = {"seed": seed, "turn": turn, "chunk": chunk}
@@ -185,17 +193,18 @@ def drift(
             source = drifts.block_stream(family, **options)
             description = {"family": family, **source.meta}
         for parsed in policies:
-            check_policy_fits(parsed, source.family)
+            check_fits(parsed, source)
         rows = _run_and_store(source, description, policies, settings, output, workers)
         digest = rows[0]["stream_hash"]
     else:
         source = drifts.synthetic_stream(family, **options) if stream is None else drifts.load_stream(stream)
         for parsed in policies:
-            check_policy_fits(parsed, source.family)
+            check_fits(parsed, as_source(source))
         if save_stream is not None:
             drifts.save_stream(source, save_stream)
         if attribute:
-            attribute_policies(source, policies, suspect, seed, as_json=as_json)
+            single = [parsed for parsed in policies if not isinstance(parsed, PolicyRules)]
+            attribute_policies(source, single, suspect, seed, as_json=as_json)
             return
         rows, digest = _run_in_memory(source, policies, settings)
     rearranged = turn is not None or chunk is not None
@@ -244,12 +253,12 @@ def _threads(text: str) -> int:
     return int(outermost)
 
 
-def _row(policy: "Policy", status: str, metrics: dict[str, Any]) -> dict[str, Any]:
+def _row(policy: "Followed", status: str, metrics: dict[str, Any]) -> dict[str, Any]:
     return {"policy": str(policy), "status": status} | {key: metrics[key] for key in _KEYS}
 
 
 def _run_in_memory(
-    stream: "Stream", policies: "list[Policy]", settings: dict[str, Any]
+    stream: "Stream", policies: "list[Followed]", settings: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], str]:
     from quantlab.drift import run_drift
 
@@ -261,7 +270,7 @@ def _run_in_memory(
 def _run_and_store(
     source: "StreamSource",
     description: dict[str, Any],
-    policies: "list[Policy]",
+    policies: "list[Followed]",
     settings: dict[str, Any],
     output: Path,
     workers: int | None,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from quantlab.drift.head_policies import Followed, check_fits, of_heads, policies_on
 from quantlab.drift.measure import RunningShadow, parse_policies
 from quantlab.drift.predictor import predict_blocks, state_noise
 from quantlab.drift.series import StatisticsFile, series_file
@@ -22,7 +23,7 @@ from quantlab.drift.streams import Stream
 from quantlab.drift.summary import PolicySummary
 from quantlab.drift.tracker import Schedule, Tracker
 from quantlab.errors import InputError
-from quantlab.schemes import Policy, check_policy_fits
+from quantlab.schemes import Policy, PolicyRules
 
 PROGRESS_EVERY = 0.25  # seconds between two messages of a process
 OnStep = Callable[[int], None]
@@ -51,9 +52,9 @@ class LongResult:
 
 def run_long(
     stream: "Stream | StreamSource",
-    policies: "Sequence[str | Policy]",
+    policies: "Sequence[str | Path | Policy | PolicyRules]",
     *,
-    series: Mapping[Policy, Path] | None = None,
+    series: Mapping[Followed, Path] | None = None,
     seed: int = 0,
     dense: bool = False,
     turn: int | None = None,
@@ -71,7 +72,7 @@ def run_long(
     """
     source, parsed = as_source(stream), parse_policies(policies)
     for policy in parsed:
-        check_policy_fits(policy, source.family)
+        check_fits(policy, source)
     if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
         raise InputError("processes", processes, "at least 1")
     schedule = Schedule(turn, chunk)
@@ -103,9 +104,9 @@ def run_long(
     )
 
 
-def share_policies(policies: Sequence[Policy], processes: int) -> list[list[Policy]]:
+def share_policies(policies: Sequence[Followed], processes: int) -> list[list[Followed]]:
     """The policies in at most ``processes`` parts of about equal cost, each in the order given."""
-    parts: list[list[Policy]] = [[] for _ in range(min(processes, len(policies)))]
+    parts: list[list[Followed]] = [[] for _ in range(min(processes, len(policies)))]
     load = [0.0] * len(parts)
     for policy in sorted(policies, key=_cost, reverse=True):
         lightest = load.index(min(load))
@@ -114,8 +115,10 @@ def share_policies(policies: Sequence[Policy], processes: int) -> list[list[Poli
     return [sorted(part, key=list(policies).index) for part in parts]
 
 
-def _cost(policy: Policy) -> float:
+def _cost(policy: Followed) -> float:
     """Time of a step beside others of the same stream: a read, and one store a window, dear where it draws words."""
+    if isinstance(policy, PolicyRules):  # which heads follow which is not known here
+        return max(map(_cost, policy.policies))
     stores = [store for store in (policy.checkpoint, policy.read_copy) if store is not None]
     rounding = sum(6.0 if store.stochastic else 0.5 for store in stores)
     return 1.0 + (1.0 + rounding) / policy.window
@@ -126,8 +129,8 @@ class _Share:
     """What one process runs."""
 
     source: StreamSource
-    policies: list[Policy]
-    series: dict[Policy, Path]
+    policies: list[Followed]
+    series: dict[Followed, Path]
     seed: int
     dense: bool
     schedule: Schedule
@@ -148,7 +151,7 @@ def _run_share(share: _Share, on_step: OnStep | None) -> _Found:
     trackers = [Tracker(policy, source, share.seed, share.dense, schedule) for policy in share.policies]
     folder = next((path.parent for path in share.series.values()), None)
     statistics = StatisticsFile(source.steps, folder)
-    shadow = RunningShadow(source, share.policies if schedule.predicted else [])
+    shadow = RunningShadow(source, policies_on(share.policies, source) if schedule.predicted else [])
     with contextlib.ExitStack() as files:
         writers = {
             policy: files.enter_context(series_file(path, source.heads))
@@ -158,16 +161,23 @@ def _run_share(share: _Share, on_step: OnStep | None) -> _Found:
             exact = block.statistics
             statistics.add(block.first, exact)
             for tracker in trackers:
-                if exact.curves is not None and tracker.policy in exact.curves:
-                    predicted = exact.curves[tracker.policy]
+                curves = exact.curves or {}
+                if all(group.policy in curves for group in tracker.groups):
+                    predicted = of_heads(tracker.groups, source.heads, curves)
                     tracker.add_prediction(block.first, predicted, exact.output, exact.state)
                 if tracker.policy in writers:
                     writers[tracker.policy].add(block.first, tracker.errors, exact.output, exact.state)
         whole = statistics.whole()
         # With channels that decay by themselves the prediction ran beside the shadow, block by block.
         for tracker in trackers if schedule.predicted and shadow.balances is None else ():
-            noise = state_noise(tracker.policy, shadow.middle)
-            for first, predicted in predict_blocks(tracker.policy, source.family, whole, noise):
+            found = [
+                predict_blocks(group.policy, source.family, whole, state_noise(group.policy, shadow.middle))
+                for group in tracker.groups
+            ]
+            for blocks in zip(*found, strict=True):
+                first = blocks[0][0]
+                parts = {g.policy: part for g, (_, part) in zip(tracker.groups, blocks, strict=True)}
+                predicted = of_heads(tracker.groups, source.heads, parts)
                 steps = slice(first - 1, first - 1 + len(predicted.output))
                 tracker.add_prediction(first, predicted, whole.output[steps], whole.state[steps])
     seconds = (time.process_time() - started) / len(trackers)

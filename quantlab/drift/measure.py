@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from quantlab.drift.growth import Growth
+from quantlab.drift.head_policies import Followed, check_fits, of_heads, parse_followed, policies_on
 from quantlab.drift.predictor import Prediction, StreamStatistics, predict_curve, state_noise
 from quantlab.drift.series import step_columns
 from quantlab.drift.shadow import ExactState
@@ -19,7 +21,7 @@ from quantlab.drift.summary import PolicySummary
 from quantlab.drift.sums import StepErrors
 from quantlab.drift.tracker import Schedule, Tracker
 from quantlab.errors import InputError
-from quantlab.schemes import Policy, parse_policy
+from quantlab.schemes import Policy, PolicyRules
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class DriftResult:
 
 def run_drift(
     stream: "Stream | StreamSource",
-    policies: Sequence["str | Policy"],
+    policies: Sequence["str | Path | Policy | PolicyRules"],
     *,
     seed: int = 0,
     dense: bool = False,
@@ -101,18 +103,23 @@ def run_drift(
 ) -> DriftResult:
     """Run every policy over ``stream`` beside one float64 shadow, and keep every step (``run_long`` does not).
 
-    The shadow starts from the unrounded prefill state and consumes the stream's stored values.  seed: of the stochastic
-    bits.  dense: measure state and read errors at every step instead of at flushes and log-spaced steps.  turn: tokens
-    of a turn, at whose end every state is flushed; chunk: tokens that are taken at once, as a prefill chunk (neither
-    has a prediction).  on_step: called with the number of finished steps.  A policy that overflows or turns NaN ends as
-    ``diverged`` and the others go on.  Raises InputError for a policy that the family cannot use.
+    The shadow starts from the unrounded prefill state and consumes the stream's stored values.  A policy may be rules
+    (a path that ends in .toml) that give the stream's heads several; those of layer 0 hold, or of the "layer" that the
+    stream's meta names.  seed: of the stochastic bits.  dense: measure state and read errors at every step instead of
+    at flushes and log-spaced steps.  turn: tokens of a turn, at whose end every state is flushed; chunk: tokens that
+    are taken at once, as a prefill chunk (neither has a prediction).  on_step: called with the number of finished
+    steps.  A policy that overflows or turns NaN ends as ``diverged`` and the others go on.  Raises InputError for a
+    policy that the family cannot use.
     """
     source = as_source(stream)
     schedule = Schedule(turn, chunk)
-    trackers = [Tracker(policy, source, seed, dense, schedule) for policy in parse_policies(policies)]
+    parsed = parse_policies(policies)
+    for policy in parsed:
+        check_fits(policy, source)
+    trackers = [Tracker(policy, source, seed, dense, schedule) for policy in parsed]
     kept: list[list[StepErrors]] = [[] for _ in trackers]
     statistics: list[StreamStatistics] = []
-    shadow = RunningShadow(source, [tracker.policy for tracker in trackers])
+    shadow = RunningShadow(source, policies_on(parsed, source))
     for block in shadow.run(trackers, on_step, schedule.block):
         statistics.append(block.statistics)
         for errors, tracker in zip(kept, trackers, strict=True):
@@ -120,8 +127,13 @@ def run_drift(
     whole = joined(statistics)
     runs = []
     for tracker, errors in zip(trackers, kept, strict=True):
-        noise = state_noise(tracker.policy, shadow.middle)
-        prediction = predict_curve(tracker.policy, source.family, whole, noise)
+        predicted = {
+            group.policy: predict_curve(
+                group.policy, source.family, whole, state_noise(group.policy, shadow.middle)
+            )
+            for group in tracker.groups
+        }
+        prediction = of_heads(tracker.groups, source.heads, predicted)
         if not schedule.predicted:
             nothing = np.full_like(whole.output, np.nan)
             prediction = Prediction(nothing, nothing)
@@ -147,11 +159,11 @@ def run_drift(
     )
 
 
-def parse_policies(policies: Sequence["str | Policy"]) -> list[Policy]:
+def parse_policies(policies: Sequence["str | Path | Policy | PolicyRules"]) -> list[Followed]:
     """Each policy once, in order; raises InputError for a text instead of a list and for an empty list."""
-    if isinstance(policies, (str, Policy)):
+    if isinstance(policies, (str, Path, Policy, PolicyRules)):
         raise InputError("policies", str(policies), "a list of policies")
-    parsed = [parse_policy(policy) for policy in policies]
+    parsed = [parse_followed(policy) for policy in policies]
     if not parsed:
         raise InputError("policies", [], "at least one policy")
     return list(dict.fromkeys(parsed))

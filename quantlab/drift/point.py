@@ -40,7 +40,7 @@ def run_points(
     started = time.monotonic()
     on_progress("making the stream")
     stream = as_source(stream_of(points[0]["stream"]))
-    by_policy = {parse_policy(point["policy"]): point for point in points}
+    by_policy = {str(parse_policy(point["policy"])): point for point in points}
     seed = points[0].get("rounding_seed", 0)
     result = run_drift(
         stream, list(by_policy), seed=seed, on_step=lambda step: on_progress(step, stream.steps)
@@ -50,7 +50,7 @@ def run_points(
     for run in result.runs:
         series = result.policy_table(run).drop(columns="policy")
         found = result_of(run, result.metrics(run)) | {"series": series, "seconds": seconds}
-        yield by_policy[run.policy], found
+        yield by_policy[str(run.policy)], found
 
 
 def result_of(run: PolicySummary, metrics: dict[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from quantlab.drift.growth import Growth
+from quantlab.drift.head_policies import Followed
 from quantlab.drift.predictor import BAND, SMALL_ERROR
 from quantlab.drift.sums import RunSums
-from quantlab.schemes import ByteLedger, Policy
+from quantlab.schemes import ByteLedger, PolicyRules
 
 ZERO_OUTPUT = "the exact output is zero in the second half: no error can be relative to it"
 
@@ -20,7 +21,7 @@ class PolicySummary:
     status: "ok", "diverged" (at step ``diverged_at``, counted from 1) or "not_exercised".
     """
 
-    policy: Policy
+    policy: Followed
     effective_policy: str
     status: str
     diverged_at: int | None
@@ -84,7 +85,9 @@ class PolicySummary:
         }
 
 
-def _prediction_note(policy: Policy, error: float, predicted: float, bias: float, steady: bool) -> str | None:
+def _prediction_note(
+    policy: Followed, error: float, predicted: float, bias: float, steady: bool
+) -> str | None:
     """Why the closed form is not to be trusted for this curve, or None if it is within its band."""
     if np.isfinite(error) and error > SMALL_ERROR:
         return f"the error is {error:.2g} of the signal: the closed form holds for small errors"
@@ -102,7 +105,8 @@ def _prediction_note(policy: Policy, error: float, predicted: float, bias: float
         return f"measured / predicted = {ratio:.2g}, outside the band of {BAND}" + (
             "" if steady else "; the error was not steady"
         )
-    if policy.checkpoint.name == "fp64":
+    policies = policy.policies if isinstance(policy, PolicyRules) else (policy,)
+    if all(one.checkpoint.name == "fp64" for one in policies):
         return "no prediction: the shadow is float64 too"
     if np.isnan(predicted):
         return "no prediction: the run has turns or chunks, or the predicted error is beyond all numbers"

@@ -7,13 +7,14 @@ import torch
 from numpy.typing import NDArray
 
 from quantlab.drift.growth import log_bins
+from quantlab.drift.head_policies import Followed, groups_on, whole_window
 from quantlab.drift.predictor import Prediction
 from quantlab.drift.sources import BLOCK, StreamSource
 from quantlab.drift.summary import PolicySummary
 from quantlab.drift.sums import CURVE_BINS, RunSums, StepErrors
 from quantlab.errors import InputError
 from quantlab.recurrences import StepInputs
-from quantlab.schemes import DecodeState, Diverged, Policy, start
+from quantlab.schemes import Diverged, LayerState, start_groups
 
 STATE_STRIDE = 16  # state errors at flushes at least this far apart, and at log-spaced steps
 
@@ -55,26 +56,29 @@ class Tracker:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Followed,
         source: StreamSource,
         seed: int,
         dense: bool,
         schedule: Schedule = STEP_BY_STEP,
     ):
         self.policy, self.schedule = policy, schedule
+        self.groups = groups_on(policy, source)
         self._waiting: list[StepInputs] = []
         self._exact: list[torch.Tensor] = []
         self._measure = False
         self.diverged_at: int | None = None
         options = {"key_heads": source.key_heads, "rates": source.rates, "seed": seed}
         try:
-            self.state: DecodeState = start(policy, source.family, source.initial, **options)
+            self.state: LayerState = start_groups(self.groups, source.family, source.initial, **options)
         except Diverged:  # the prefill state is beyond the policy's range: lost before the first step
             self.diverged_at = 1
-            self.state = start(policy, source.family, torch.zeros_like(source.initial), **options)
+            zeros = torch.zeros_like(source.initial)
+            self.state = start_groups(self.groups, source.family, zeros, **options)
         self.units = source.batch * source.heads
-        self.sums = RunSums(source.steps, self.units, policy.window)
-        self._stride = 1 if dense else -(-STATE_STRIDE // policy.window) * policy.window
+        window = whole_window(self.groups)
+        self.sums = RunSums(source.steps, self.units, window)
+        self._stride = 1 if dense else -(-STATE_STRIDE // window) * window
         self._spaced = {source.steps, *log_bins(1, source.steps, CURVE_BINS).tolist()}
         self.errors = self._nothing(0)
 
