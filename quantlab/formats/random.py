@@ -97,6 +97,7 @@ def random_words(
     layer: int,
     part: int,
     rounds: int = 10,
+    *,
     heads: Sequence[int] | None = None,
 ) -> Tensor:
     """One uint32 word per element of a layer's state, as int64 of ``shape`` = (B, H, V, K).

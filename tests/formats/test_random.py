@@ -52,7 +52,11 @@ def test_large_states_are_cut_without_a_seam():
 )
 def test_heads_taken_alone_have_their_words_of_the_whole_layer(shape):
     """Heads begin anywhere in a counter: 35, 9 and 1 elements a head are no multiples of four."""
-    arguments: dict[str, Any] = {"shape": shape, "stores": range(shape[0]), "sequences": range(3, 3 + shape[0])}
+    arguments: dict[str, Any] = {
+        "shape": shape,
+        "stores": range(shape[0]),
+        "sequences": range(3, 3 + shape[0]),
+    }
     whole = words(**arguments)
     every = range(shape[1])
     for heads in (every, every[1:], every[:1], every[::2], every[-1:], (0, *every[2:])):

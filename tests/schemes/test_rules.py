@@ -1,5 +1,6 @@
 """Policies by layer and head: which rule decides, what a file may say, and what is refused."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +106,14 @@ def test_the_canonical_file_gives_the_rules_again(tmp_path):
     other = replace(rules, rules=rules.rules[:2])
     assert other.file_name.startswith("mixed-")
     assert other.file_name != rules.file_name
+
+
+def test_the_example_of_the_docs_is_what_it_says(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    rules = rules_of(tmp_path, example)
+    assert rules.text == "fp16+sr/nvfp4@16; layers 0-3,9: fp32@16; layers 5 heads 5,7: fp32@16"
+    rules.check(dict.fromkeys(range(0, 12), 8), "mamba2")
 
 
 def test_paths_are_files_and_texts_are_policies(tmp_path):
