@@ -7,7 +7,7 @@ import torch
 
 from quantlab.errors import InputError
 from quantlab.recurrences import RECURRENCES, chunk
-from quantlab.schemes import DecodeState, parse_policy
+from quantlab.schemes import DecodeState, HeadGroup, HeadGroups, parse_policy, start_groups
 
 from .streams import begin, bits, relative, run, same_bits, stream, tokens
 
@@ -133,3 +133,34 @@ def test_a_chunk_is_not_stored_over_drafts_or_in_another_shape():
     state.verify(tokens(s, 0, 2))
     with pytest.raises(InputError, match="store with 2 drafts pending"):
         state.store(s.initial)
+
+
+def test_groups_of_heads_take_back_and_store_as_their_heads_would():
+    """The least reach counts; every head holds what it would hold if the layer had its policy."""
+    s, policies = stream("gated_delta"), ("fp16+sr/nvfp4@4", "int8@8")
+    groups = [HeadGroup(parse_policy(p), heads) for p, heads in zip(policies, ((0, 1), (2, 3)), strict=True)]
+    options = {"key_heads": s.key_heads, "rates": s.rates, "seed": 11}
+    mixed = start_groups(groups, s.family, s.initial, **options)
+    assert isinstance(mixed, HeadGroups)
+    whole = [begin(policy, s) for policy in policies]
+    states = [mixed, *whole]
+    for state in states:
+        run(state, s, last=6)
+    assert mixed.reach.tolist() == [2, 2, 2]
+    before = bits(mixed)
+    with pytest.raises(
+        InputError, match=r"^counts '3 at row 1': expected 0 to 2 tokens since the last flush"
+    ):
+        mixed.take_back(torch.tensor([2, 3, 0]))
+    assert all(torch.equal(value, before[name]) for name, value in bits(mixed).items())
+    chunk_state = 0.5 * s.initial
+    for state in states:
+        state.take_back(torch.tensor([2, 1, 0]))
+        assert state.cursor.tolist()[-1] in (2, 6)
+        state.take_back(torch.tensor([0, 1]), torch.tensor([0, 1]))
+        run(state, s, 6, 7)
+        state.store(chunk_state)
+        run(state, s, 7, 9)
+    for state, heads in zip(whole, ([0, 1], [2, 3]), strict=True):
+        assert torch.equal(mixed.materialize()[:, heads], state.materialize()[:, heads])
+    assert mixed.exercised["checkpoint"] == min(state.exercised["checkpoint"] or 0 for state in whole)
