@@ -125,7 +125,10 @@ class Interception:
             for namespace, family in self._namespaces:
                 replace(stack, namespace, family.step_op, lambda op, f=family: self._step_adapter(op, f))
                 replace(
-                    stack, namespace, family.prefill_op, lambda op, f=family: self._prefill_adapter(op, f)
+                    stack,
+                    namespace,
+                    family.prefill_op,
+                    lambda op, f=family: self._prefill_adapter(op, f, f.prefill_op),
                 )
             patch_cache_layers(stack)
             # What generate asks before it lets an assistant propose tokens: whether they cannot be taken back.
@@ -180,27 +183,29 @@ class Interception:
             running = self._running.innermost()
             if running is None:  # another model that shares the module file
                 return original(*args, **kwargs)
+            if family.decodes is not None and not family.decodes(running.module, *args, **kwargs):
+                return self._prefill_adapter(original, family, family.step_op)(*args, **kwargs)
             self.report.step_hits[family.step_op, running.layer] += 1
             call = family.token_inputs(running.module, *args, **kwargs)
             return call.finish(self._find(call.state).step(call.inputs), call.state)
 
         return step
 
-    def _prefill_adapter(self, original: Callable[..., Any], family: Family) -> Callable[..., Any]:
-        def prefill(*args: Any, **kwargs: Any) -> Any:
+    def _prefill_adapter(self, original: Callable[..., Any], family: Family, op: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
             running = self._running.innermost()
             if running is None:
                 return original(*args, **kwargs)
-            refuse_packed(running.module, kwargs)
-            op = family.prefill_op, running.layer
-            name = family.prefill_state
+            if family.decodes is None:
+                refuse_packed(running.module, kwargs)
+            place, name = (op, running.layer), family.prefill_state
             handle = running.cached_state() if name is None else kwargs.get(name)
             before = None if handle is None else self._find(handle)
             if before is not None and before.recording:
                 call = family.chunk_inputs(running.module, *args, **kwargs)
-                self.report.verify_hits[op] += 1
+                self.report.verify_hits[place] += 1
                 return call.finish(before.verify(call.inputs), handle)
-            self.report.prefill_hits[op] += 1
+            self.report.prefill_hits[place] += 1
             if before is not None:
                 before.accept()
                 if name is None:
@@ -209,16 +214,20 @@ class Interception:
                 kwargs[name] = family.to_model(before.state.materialize())
             elif getattr(running.cache_layer(), "record_past", False):
                 return self._recorded_prefill(family, running, args, kwargs)
-            result = original(*args, **kwargs)
-            if isinstance(result, tuple) and result[1] is not None:
-                key_heads = family.key_heads(running.module, *args, **kwargs)
-                rates = None if family.rates is None else family.rates(running.module, *args, **kwargs)
-                Prefill(self, family, running.layer, key_heads, rates, before).ride(result[1])
-            else:
-                self.report.uncached_hits[op] += 1
+            with self._running.nothing():  # an op may be made of others, the step op for one
+                result = original(*args, **kwargs)
+            if not isinstance(result, tuple) or result[1] is None:
+                self.report.uncached_hits[place] += 1
+                return result
+            key_heads = family.key_heads(running.module, *args, **kwargs)
+            rates = None if family.rates is None else family.rates(running.module, *args, **kwargs)
+            prefill = Prefill(self, family, running.layer, key_heads, rates, before)
+            if family.decodes is not None:
+                return (result[0], self.hand_off(prefill, result[1]), *result[2:])
+            prefill.ride(result[1])
             return result
 
-        return prefill
+        return run
 
     def _recorded_prefill(
         self, family: Family, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -53,6 +54,16 @@ class RunningLayers:
         """The layer that this thread runs; None where another model shares the module file."""
         running = self._layers.get(threading.get_ident())
         return running[-1] if running else None
+
+    @contextlib.contextmanager
+    def nothing(self) -> Iterator[None]:
+        """No layer runs in this thread, inside."""
+        thread = threading.get_ident()
+        running = self._layers.pop(thread, [])
+        try:
+            yield
+        finally:
+            self._layers[thread] = running
 
     def logits_kept(self) -> int | None:
         """How many tokens this forward of the model gives logits of, if it was told a number."""

@@ -9,10 +9,6 @@ from quantlab.recurrences import StepInputs
 
 def their_step(state, decay, k, v, q):
     """One token: state (B, H, K, V) changes in place; k and q (B, H, K), v (B, H, V), decay (B, H)."""
-    return _move(state, decay, k, v, q)
-
-
-def _move(state, decay, k, v, q):
     state.mul_(decay[..., None, None]).add_(k[..., :, None] * v[..., None, :])
     return torch.einsum("bhkv,bhk->bhv", state, q)
 
@@ -20,7 +16,7 @@ def _move(state, decay, k, v, q):
 def their_scan(decay, k, v, q, *, start=None):
     """T tokens, with a token dim behind the batch: outputs (B, T, H, V) and the last state."""
     state = k.new_zeros(len(k), *k.shape[2:], v.shape[-1]) if start is None else start.clone()
-    steps = [_move(state, decay[:, t], k[:, t], v[:, t], q[:, t]) for t in range(k.shape[1])]
+    steps = [their_step(state, decay[:, t], k[:, t], v[:, t], q[:, t]) for t in range(k.shape[1])]
     return torch.stack(steps, 1), state
 
 

@@ -9,11 +9,18 @@ attribute ``QUANTLAB_FAMILIES``, a tuple of families, in the file that calls the
 from types import ModuleType
 
 from quantlab.errors import InputError
-from quantlab.models.families import gated_delta, kimi_delta, mamba1, mamba2
+from quantlab.models.families import fla, gated_delta, kimi_delta, mamba1, mamba2
 from quantlab.models.families.base import Family, OpCall, key_dim_last, key_dim_swapped
 from quantlab.recurrences import get_recurrence
 
-FAMILIES: list[Family] = [mamba2.FAMILY, gated_delta.FAMILY, kimi_delta.FAMILY, mamba1.FAMILY]
+FAMILIES: list[Family] = [
+    mamba2.FAMILY,
+    gated_delta.FAMILY,
+    kimi_delta.FAMILY,
+    mamba1.FAMILY,
+    fla.GATED_DELTA,
+    fla.KIMI_DELTA,
+]
 
 # Files whose mixers do with the state what no handle can stand: meeting one is an error, never a layer left in full
 # precision.

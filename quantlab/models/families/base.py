@@ -59,6 +59,8 @@ class Family:
     (B, T, ...).
     key_heads(mixer, *args, **kwargs): the number of key heads, read off the prefill op's arguments.
     rates(mixer, *args, **kwargs): the fixed rates (H, V, K) of a recurrence that needs them, read off the same.
+    decodes(mixer, *args, **kwargs): for ops whose caller keeps the state that they return as it is, and packs rows:
+    whether a call of the step op is a decode step, and not a prompt.
     """
 
     recurrence: str
@@ -71,3 +73,4 @@ class Family:
     chunk_inputs: Callable[..., OpCall]
     key_heads: Callable[..., int]
     rates: Callable[..., Tensor] | None = None
+    decodes: Callable[..., bool] | None = None
