@@ -21,7 +21,7 @@ def small(family="gated_delta", **changes):
         "heads": 6,
         "key_heads": 3,
         "sequences": 2,
-        "steps": 40,
+        "steps": 24,
         "value_dim": 8,
         "key_dim": 16,
         "seed": 2,
@@ -54,7 +54,7 @@ def test_every_head_drifts_as_under_its_own_policy(family):
             assert np.isfinite(found).all()
     assert run.policy == mixed
     # Step t reads the store before it, the first one that of the hand-off.
-    assert run.exercised == {"checkpoint": 40, "read_copy": 40}
+    assert run.exercised == {"checkpoint": 24, "read_copy": 24}
     parts = [own.ledger.bytes_per_token * n / 6 for own, n in zip(plain, (3, 2, 1), strict=True)]
     # Keys are charged to each group that uses them; with window 1 there are none.
     assert run.ledger.bytes_per_token == pytest.approx(sum(parts), rel=1e-12)
@@ -63,7 +63,7 @@ def test_every_head_drifts_as_under_its_own_policy(family):
 
 @pytest.mark.parametrize("family", ["gated_delta", "kimi_delta"])
 def test_a_long_run_of_rules_has_the_same_numbers(family):
-    stream, mixed = small(family, steps=70), rules((None, [0, 4], "fp32@5"), default="nvfp4@4")
+    stream, mixed = small(family, steps=48), rules((None, [0, 4], "fp32@5"), default="nvfp4@4")
     whole, long = run_drift(stream, [mixed, "fp32@5"]), run_long(stream, [mixed, "fp32@5"])
     for one, other in zip(whole.runs, long.runs, strict=True):
         assert one.policy == other.policy

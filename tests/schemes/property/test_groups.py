@@ -40,7 +40,7 @@ CASES = (
     ("mamba1", ("fp32@4:flush=early", "bf16+sr@1", "fp16/nvfp4@3")),
 )  # fmt: skip
 """The first policy has the least room for drafts, which is what the schedule must know."""
-CELL, FAST_LIMIT = 30, 60
+CELL, FAST_LIMIT = 20, 40
 
 
 class Pools:
