@@ -33,7 +33,6 @@ from quantlab.models.patching import replace
 from quantlab.models.recurrent_layers import op_namespaces, recurrent_layers
 from quantlab.models.report import PolicyReport
 from quantlab.models.running import Running, RunningLayers
-from quantlab.recurrences import chunk, get_recurrence
 from quantlab.schemes import LayerState, Policy, PolicyRules, checks, parse_rules, start_groups
 from quantlab.schemes.rows import DRAFTS
 from quantlab.schemes.rules import number_text
@@ -212,8 +211,8 @@ class Interception:
                     call = family.chunk_inputs(running.module, *args, **kwargs)
                     return call.finish(before.state.extend(call.inputs), handle)
                 kwargs[name] = family.to_model(before.state.materialize())
-            elif getattr(running.cache_layer(), "record_past", False):
-                return self._recorded_prefill(family, running, args, kwargs)
+            elif last := self._kept_back(family, running, args):
+                return self._recorded_prefill(original, family, running, last, args, kwargs)
             with self._running.nothing():  # an op may be made of others, the step op for one
                 result = original(*args, **kwargs)
             if not isinstance(result, tuple) or result[1] is None:
@@ -229,36 +228,51 @@ class Interception:
 
         return run
 
-    def _recorded_prefill(
-        self, family: Family, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A prompt whose last tokens ``crop`` may take back: a prefill of the first ones, drafts behind it."""
-        call = family.chunk_inputs(running.module, *args, **kwargs)
-        tokens = call.inputs
-        count = tokens.v.shape[1]
-        # generate asks for the logits of its candidates and of the token before them.
+    def _kept_back(self, family: Family, running: Running, args: tuple[Any, ...]) -> int:
+        """How many tokens at the end of a prompt ``crop`` must be able to take back."""
+        if not getattr(running.cache_layer(), "record_past", False):
+            return 0
+        count = args[0].shape[family.token_dim]
         kept = self._running.logits_kept()
-        if kept is not None:
-            check_drafts(kept - 1, self.drafts)
-        last = min(self.drafts if kept is None else kept - 1, count - 1)
-        limit = kwargs.get("dt_limit")
-        if limit is not None and tuple(limit) != (0.0, float("inf")):
-            raise InputError(
-                "time_step_limit", tuple(limit), "none: call activate_past_recording() behind the prompt"
-            )
-        recurrence = get_recurrence(family.recurrence)
-        rates = None if family.rates is None else family.rates(running.module, *args, **kwargs)
-        batch, _, heads, value_dim = tokens.v.shape
-        zeros = torch.zeros(batch, heads, value_dim, tokens.k.shape[-1])
-        dense, outputs = chunk(recurrence, zeros, tokens.map(lambda t: t[:, : count - last]), rates)
+        if kept is None:
+            return min(self.drafts, count - 1)
+        # generate asks for the logits of its candidates and of the token before them.
+        check_drafts(kept - 1, self.drafts)
+        return min(kept, count) - 1
+
+    def _recorded_prefill(
+        self,
+        original: Callable[..., Any],
+        family: Family,
+        running: Running,
+        last: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A prefill of all tokens but the ``last`` ones, which are drafts behind it."""
+        dim, count = family.token_dim, args[0].shape[family.token_dim]
+
+        def part(first: int, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            def take(value: Any) -> Any:
+                # What there is for each token has a batch and a channel dimension beside it.
+                tokens = isinstance(value, Tensor) and value.ndim >= 3
+                return value.narrow(dim, first, length) if tokens else value
+
+            return tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
+
+        own, options = part(0, count - last)
+        with self._running.nothing():
+            outputs, dense = original(*own, **options)
         key_heads = family.key_heads(running.module, *args, **kwargs)
-        self.report.state_dtype = str(dense.dtype).removeprefix("torch.")
-        holding = self._start(Prefill(self, family, running.layer, key_heads, rates, None), dense)
+        rates = None if family.rates is None else family.rates(running.module, *args, **kwargs)
+        handle = self.hand_off(Prefill(self, family, running.layer, key_heads, rates, None), dense)
+        own, options = part(count - last, last)
+        call = family.chunk_inputs(running.module, *own, **options)
+        self.report.verify_hits[family.prefill_op, running.layer] += 1
+        holding = self._find(handle)
         holding.sit_in(running.cache_layer())
-        if last:
-            self.report.verify_hits[family.prefill_op, running.layer] += 1
-            outputs = torch.cat([outputs, holding.verify(tokens.map(lambda t: t[:, count - last :]))], 1)
-        return call.finish(outputs, holding.handle(batch, zeros.device))
+        drafted, handle = call.finish(holding.verify(call.inputs), handle)
+        return torch.cat([outputs, drafted], dim), handle
 
     def _find(self, handle: Tensor | None) -> Holding:
         holding = holding_of(handle)

@@ -164,9 +164,16 @@ def test_a_copied_cache_is_cropped_on_its_own(model, ids):
         other = deepcopy(cache)
         cache.crop(-3)
         other.crop(-1)
-        for one, at in ((cache, PROMPT), (other, PROMPT + 2)):
+        for layer in cache.layers:
+            layer.record_past = False  # of the one, not of the other
+        step_by_step(model, ids[:, PROMPT : PROMPT + 1], cache)
+        for one, at in ((cache, PROMPT + 1), (other, PROMPT + 2)):
             again = forward(model, ids[:, at : at + 4], one)
             assert (again - stock[:, at : at + 4]).abs().max() < SAME
+        assert {int(s.pending.max()) for s in decode_states(other).values()} == {4}
+        other.crop(-4)
+        again = forward(model, ids[:, PROMPT + 2 : PROMPT + 3], other)
+        assert (again - stock[:, PROMPT + 2 : PROMPT + 3]).abs().max() < SAME
 
 
 def test_more_drafts_than_there_is_room_for_are_refused(model, ids):
