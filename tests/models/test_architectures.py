@@ -100,6 +100,23 @@ def test_a_left_padded_batch_is_its_rows_alone(model, architecture, ids):
     assert (padded[1:] - padded[:-1]).abs().amax((1, 2)).min() > WRONG  # rows that differ
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}, {"do_sample": True, "top_k": 20}],
+    ids=["greedy", "beams", "returned", "sampled"],
+)
+def test_generate_with_padding_is_the_stock_models(model, ids, options):
+    prompt, mask = ids[:2, :9].clone(), torch.ones(2, 9, dtype=torch.int64)
+    prompt[0, :4], mask[0, :4] = 0, 0
+    options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0, "attention_mask": mask} | options
+    torch.manual_seed(4)
+    with run_with_policy(model, "fp32@4"):
+        ours = model.generate(prompt, **options)
+    torch.manual_seed(4)
+    assert torch.equal(ours, model.generate(prompt, **options))
+
+
 def test_a_prompt_in_chunks_is_the_prompt(model, ids):
     model = deepcopy(model)
     for module in model.modules():

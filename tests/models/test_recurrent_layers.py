@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from quantlab.errors import InputError
+from quantlab.models.families import FAMILIES
 from quantlab.models.recurrent_layers import recurrent_layers
 
 
@@ -18,5 +19,6 @@ def test_recurrent_layers_name_mixer_family_and_heads(model, kind):
 
 
 def test_a_model_without_known_ops_is_refused():
-    with pytest.raises(InputError, match=r"^model 'Linear'"):
+    with pytest.raises(InputError, match=r"^model 'Linear'") as caught:
         recurrent_layers(nn.Linear(2, 2, dtype=torch.float32))
+    assert all(family.step_op in str(caught.value) for family in FAMILIES)  # what it could have called
