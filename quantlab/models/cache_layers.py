@@ -30,6 +30,7 @@ def patch_cache_layers(stack: contextlib.ExitStack) -> None:
     replace(stack, Layer, "crop", _crop)
     replace(stack, Layer, "is_croppable", _is_croppable)
     replace(stack, Cache, "crop", _crop_all)
+    replace(stack, Cache, "is_croppable", _all_croppable)
 
 
 def _held(layer: Any) -> Iterator[tuple[int, Holding]]:
@@ -37,6 +38,14 @@ def _held(layer: Any) -> Iterator[tuple[int, Holding]]:
     for index, tensor in layer.recurrent_states.items():
         if (holding := holding_of(tensor)) is not None:
             yield index, holding
+
+
+def _empty(layer: Any) -> bool:
+    """Whether this is what some releases give layers without any state, such as an MLP, in place of a cache layer."""
+    states = getattr(layer, "conv_states", None)
+    return states is not None and not any(
+        t is not None for t in (*states.values(), *layer.recurrent_states.values())
+    )
 
 
 def _update(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,9 +102,10 @@ def _batch_method(
 
 
 def _repeated(layer: Any, repeats: int) -> Tensor | None:
-    # Some releases give layers without any state, such as an MLP, an empty layer of this class.
-    batch = next((len(t) for t in layer.conv_states.values() if t is not None), None)
-    return None if batch is None else torch.arange(batch, device=layer.device).repeat_interleave(repeats)
+    if _empty(layer):
+        return None
+    batch = next(len(t) for t in layer.conv_states.values() if t is not None)
+    return torch.arange(batch, device=layer.device).repeat_interleave(repeats)
 
 
 def _reset(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,6 +134,8 @@ def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _crop(original: Callable[..., Any]) -> Callable[..., Any]:
     def crop(self: Any, tokens_to_remove: int) -> None:
+        if self.record_past and _empty(self):
+            return
         held = list(_held(self))
         if self.record_past:  # otherwise transformers has something to say
             _check_crop(held, tokens_to_remove)
@@ -160,5 +172,14 @@ def _is_croppable(original: property) -> property:
         if any(True for _ in _held(self)):
             return self.record_past
         return original.__get__(self)
+
+    return property(is_croppable)
+
+
+def _all_croppable(original: property) -> property:
+    def is_croppable(self: Any) -> bool:
+        if not any(True for layer in self.layers if hasattr(layer, "recurrent_states") for _ in _held(layer)):
+            return original.__get__(self)
+        return all(layer.is_croppable for layer in self.layers if not _empty(layer))
 
     return property(is_croppable)

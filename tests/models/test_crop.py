@@ -7,7 +7,7 @@ import torch
 
 from quantlab.errors import InputError
 from quantlab.models import run_with_policy
-from quantlab.models.interception import decode_states
+from quantlab.models.interception import cache_keyword, decode_states
 
 from .decoding import SAME, forward, new_cache, step_by_step
 
@@ -204,6 +204,8 @@ def test_assisted_generation_says_what_greedy_decoding_says(model, ids, policy, 
         return torch.cat([input_ids, proposed], 1), None
 
     monkeypatch.setattr(PromptLookupCandidateGenerator, "get_candidates", candidates)
+    if cache_keyword(model) == "cache_params":
+        pytest.skip("this release of transformers does not find the cache of a model without attention")
     with run_with_policy(model, policy) as report:
         found = model.generate(prompt, prompt_lookup_num_tokens=4, **greedy)
     assert torch.equal(found, expected)
