@@ -32,7 +32,11 @@ def cursors(cache):
     return {int(n) for state in decode_states(cache).values() for n in state.cursor}
 
 
-@pytest.mark.parametrize("policy", ["fp32@1", "fp32@4", "fp32/fp32@4:flush=early"])
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("policy", ["fp32@4", slow("fp32@1"), slow("fp32/fp32@4:flush=early")])
 def test_every_crop_at_every_cursor_is_recomputation(model, ids, policy):
     """Forwards of 1 to 4 tokens, of which the last n are wrong and taken back: the logits are the stock model's."""
     stock = stock_logits(model, ids)
@@ -60,7 +64,7 @@ def test_single_steps_are_taken_back_as_far_as_the_window_goes(model, ids):
     """Forwards that later ones followed are in reach until a flush folds them."""
     stock = stock_logits(model, ids)
     with run_with_policy(model, "fp32@8"):
-        for back in range(8):
+        for back in (0, 4, 7):
             cache = recording(model, ids)
             step_by_step(model, ids[:, PROMPT : PROMPT + 7], cache)
             cache.crop(-back)
@@ -137,7 +141,7 @@ def test_recording_that_is_switched_off_keeps_what_was_read(model, ids):
         assert (rest - stock[:, PROMPT + 3 : PROMPT + 9]).abs().max() < SAME
 
 
-@pytest.mark.parametrize(("asked", "reach"), [(0, 4), (3, 2), (1, 0)])
+@pytest.mark.parametrize(("asked", "reach"), [slow(0, 4), (3, 2), slow(1, 0)])
 def test_the_end_of_a_recorded_prompt_can_be_taken_back(model, ids, asked, reach):
     """generate reads its first candidates together with the prompt, and asks for the logits of one token more."""
     stock = stock_logits(model, ids)
@@ -188,7 +192,7 @@ def test_more_drafts_than_there_is_room_for_are_refused(model, ids):
             forward(model, ids[:, :9], first, logits_to_keep=6)
 
 
-@pytest.mark.parametrize("policy", ["fp32@1", "fp32@16"])
+@pytest.mark.parametrize("policy", ["fp32@16", slow("fp32@1")])
 def test_assisted_generation_says_what_greedy_decoding_says(model, ids, policy, monkeypatch):
     """Candidates of 0 to 4 tokens, of which some are right."""
     from transformers.generation.candidate_generator import PromptLookupCandidateGenerator

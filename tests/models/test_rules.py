@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantlab.models import run_with_policy
-from quantlab.models.interception import decode_states
+from quantlab.models.interception import Interception, decode_states
 from quantlab.schemes import DecodeState, HeadGroups, parse_rules
 
 from .decoding import forward, new_cache, step_by_step
@@ -31,17 +31,18 @@ def written(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("policy", ["fp16+sr/nvfp4@4", "int8+ef@1"])
+@pytest.mark.parametrize("policy", ["fp16+sr/nvfp4@4", pytest.param("int8+ef@1", marks=pytest.mark.slow)])
 def test_rules_that_say_the_same_everywhere_are_that_policy(model, ids, written, policy):
     logits, _, report = decoded(model, ids, policy)
     path = written(f'default = "fp32@1"\n[[rule]]\nlayers = "0-1"\npolicy = "{policy}"\n')
-    for rules in (path, str(path), parse_rules(path)):
-        found, states, ruled = decoded(model, ids, rules)
-        assert torch.equal(found, logits)
-        assert all(isinstance(state, DecodeState) for state in states.values())
-        assert ruled.effective_policy == report.effective_policy
-        assert ruled.exercised == report.exercised
-        assert ruled.ledger == report.ledger
+    found, states, ruled = decoded(model, ids, path)
+    assert torch.equal(found, logits)
+    assert all(isinstance(state, DecodeState) for state in states.values())
+    assert ruled.effective_policy == report.effective_policy
+    assert ruled.exercised == report.exercised
+    assert ruled.ledger == report.ledger
+    for same in (str(path), parse_rules(path)):
+        assert Interception(model, same).rules == parse_rules(path)
 
 
 def test_a_layer_keeps_its_policy_whatever_the_others_have(model, ids, written):

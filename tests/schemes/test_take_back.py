@@ -68,7 +68,7 @@ def test_tokens_that_were_taken_back_never_were(family, policy):
 def test_what_an_early_flush_left_in_the_window_can_be_taken_back():
     """The fold that a forward made first stays made: without rounding the state is the same to float64's last bits."""
     s = small("gated_delta")
-    for steps in range(1, 13):
+    for steps in (2, 7, 8, 12):
         state = begin("fp64@8:flush=early", s)
         advance(state, s, 0, steps)
         for count in range(int(state.reach[0]) + 1):
