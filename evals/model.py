@@ -13,9 +13,10 @@ from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
 from tqdm import tqdm
 
 from quantlab.errors import InputError, unknown_name
+from quantlab.evals.preflight import rounded_copies
 from quantlab.evals.scoring import Item, Score, score_batch, sequence_id
 from quantlab.models.interception import Interception
-from quantlab.schemes import Policy, parse_policy
+from quantlab.schemes import Policy, PolicyRules, parse_rules
 
 SCORINGS = ("decode", "boundary", "prefill")
 # A recurrent model that names no context length has none; lm-eval would assume 2048 tokens.
@@ -29,7 +30,8 @@ _HFLM: Any = HFLM  # lm-eval's decorator hides the type of the class
 class QuantlabLM(_HFLM):
     """HFLM with three more arguments.
 
-    policy: what the decode state is stored in (default fp32@1, the baseline of every comparison).
+    policy: what the decode state is stored in (default fp32@1, the baseline of every comparison), or the path of a
+    .toml file with rules for layers and heads.
     scoring: how log-likelihoods are taken.  "decode" (default): context and continuation token by token
     through the decode state, the state forked for each continuation.  "boundary": the context in one dense
     prefill, its final state rounded once, the continuation token by token.  "prefill": lm-eval's own
@@ -45,7 +47,7 @@ class QuantlabLM(_HFLM):
     def __init__(
         self,
         pretrained: Any,
-        policy: str | Policy = "fp32@1",
+        policy: str | Path | Policy | PolicyRules = "fp32@1",
         scoring: str = "decode",
         seed: int = 0,
         batch_size: int | str = 1,
@@ -55,7 +57,7 @@ class QuantlabLM(_HFLM):
             raise InputError(
                 "batch_size", batch_size, "a whole number of at least 1 (auto probes the full context)"
             )
-        self.check_scoring(scoring, parse_policy(policy))
+        self.check_scoring(scoring, parse_rules(policy))
         if isinstance(pretrained, str) and Path(pretrained).is_dir():
             # lm-eval looks a relative path up as a repository name on the network.
             pretrained = str(Path(pretrained).resolve())
@@ -65,22 +67,22 @@ class QuantlabLM(_HFLM):
         super().__init__(pretrained=pretrained, batch_size=int(batch_size), **kwargs)
         self.use_policy(policy, seed=int(seed))
 
-    def use_policy(self, policy: str | Policy, *, seed: int = 0) -> None:
+    def use_policy(self, policy: str | Path | Policy | PolicyRules, *, seed: int = 0) -> None:
         """Score everything from here on under ``policy``, with a fresh report; the model stays loaded."""
-        parsed = parse_policy(policy)
-        self.check_scoring(self.scoring, parsed)
-        self.interception = Interception(self.model, parsed, seed=seed)
+        rules = parse_rules(policy)
+        self.check_scoring(self.scoring, rules)
+        self.interception = Interception(self.model, rules, seed=seed)
         self.seed = seed
         self._warning: str | None = None
 
     @staticmethod
-    def check_scoring(scoring: str, policy: Policy) -> None:
-        """InputError for an unknown way of scoring, and for one that would leave ``policy`` inert."""
+    def check_scoring(scoring: str, rules: PolicyRules) -> None:
+        """InputError for an unknown way of scoring, and for one that would leave a policy inert."""
         if scoring not in SCORINGS:
             raise unknown_name("scoring", scoring, SCORINGS)
-        if scoring == "prefill" and (policy.checkpoint.rounded or policy.read_copy is not None):
+        if scoring == "prefill" and any(rounded_copies(rules).values()):
             raise InputError(
-                "scoring", scoring, f"decode or boundary: a prefill never touches policy {policy}"
+                "scoring", scoring, f"decode or boundary: a prefill never touches policy {rules}"
             )
 
     @property
@@ -170,15 +172,15 @@ class QuantlabLM(_HFLM):
     def _check_exercised(self) -> None:
         """InputError if the policy touched nothing; a warning, kept for the results, if it hardly did."""
         self.interception.require_effect()
-        policy, counts = self.interception.policy, self.interception.report.exercised
-        rounded = {"checkpoint": policy.checkpoint.rounded, "read_copy": policy.read_copy is not None}
+        rules, counts = self.interception.rules, self.interception.report.exercised
+        rounded = rounded_copies(rules)
         watched = {part: counts[part] or 0 for part, is_rounded in rounded.items() if is_rounded}
         for part, count in watched.items():
             if count == 0:
                 raise InputError(
-                    "policy", str(policy), f"a {part} that is read back after rounding; no store was"
+                    "policy", str(rules), f"a {part} that is read back after rounding; no store was"
                 )
             if count < 2:
-                self._warning = f"{policy}: only {count} rounded store of the {part} was read back"
+                self._warning = f"{rules}: only {count} rounded store of the {part} was read back"
         if self._warning:
             warnings.warn(self._warning, stacklevel=2)

@@ -8,14 +8,14 @@ from typing import Any
 from quantlab.errors import InputError
 from quantlab.evals.gpqa import read_rows
 from quantlab.evals.plugin import TASK_FOLDER
-from quantlab.schemes import Policy, parse_policy
+from quantlab.schemes import Policy, PolicyRules, parse_rules
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
-def check_policies(policies: Sequence[str | Policy]) -> list[Policy]:
-    """The parsed policies, each once.  InputError for a bad text or an empty list."""
-    parsed = list(dict.fromkeys(parse_policy(policy) for policy in policies))
+def check_policies(policies: Sequence[str | Path | Policy | PolicyRules]) -> list[PolicyRules]:
+    """The parsed policies, each once.  InputError for a bad text or file, or an empty list."""
+    parsed = list(dict.fromkeys(parse_rules(policy) for policy in policies))
     if not parsed:
         raise InputError("policies", list(policies), "at least one policy")
     return parsed
@@ -82,7 +82,17 @@ def check_tasks(tasks: Sequence[str], data: str | Path | None, seed: int) -> Any
     return manager
 
 
-def check_requests(lm: Any, policies: Sequence[Policy], tasks: dict[str, Any], limit: int | None) -> None:
+def rounded_copies(rules: PolicyRules) -> dict[str, bool]:
+    """Which stored copies hold rounded values in some layer or head."""
+    return {
+        "checkpoint": any(policy.checkpoint.rounded for policy in rules.policies),
+        "read_copy": any(policy.read_copy is not None for policy in rules.policies),
+    }
+
+
+def check_requests(
+    lm: Any, policies: Sequence[PolicyRules], tasks: dict[str, Any], limit: int | None
+) -> None:
     """Token counts of the prompts against the model's context and the policies' windows.
 
     InputError for a prompt that does not fit.  Warns where a policy's checkpoint would be stored and read
@@ -99,13 +109,13 @@ def check_requests(lm: Any, policies: Sequence[Policy], tasks: dict[str, Any], l
         raise InputError("prompt length", max(counts), f"at most {lm.max_length} tokens, the model's context")
     if lm.scoring != "decode":
         return
-    for policy in policies:
+    for rules in policies:
         # The hand-off after the first token, and one store each ``window`` tokens, the last of them read by
         # nobody.
-        read_back = 1 + (min(counts) - 2) // policy.window
-        if read_back < 2 and (policy.checkpoint.rounded or policy.read_copy is not None):
+        read_back = 1 + (min(counts) - 2) // max(policy.window for policy in rules.policies)
+        if read_back < 2 and any(rounded_copies(rules).values()):
             warnings.warn(
-                f"{policy}: the shortest prompt ({min(counts)} tokens) reads back about {max(read_back, 0)} "
+                f"{rules}: the shortest prompt ({min(counts)} tokens) reads back about {max(read_back, 0)} "
                 "store; a smaller window or longer prompts would exercise it",
                 stacklevel=3,
             )

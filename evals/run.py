@@ -12,14 +12,14 @@ from typing import Any
 from quantlab.errors import InputError, unknown_name
 from quantlab.evals.preflight import check_model_folder, check_policies, check_requests, check_tasks
 from quantlab.records import check_output_folder, write_atomic
-from quantlab.schemes import Diverged, Policy
+from quantlab.schemes import Diverged, Policy, PolicyRules
 
 BUILTIN_MODELS = {"builtin:tiny-mamba2": "mamba2", "builtin:tiny-gated-delta": "gated_delta"}
 
 
 def run_eval(
     model: str | Path,
-    policies: Sequence[str | Policy],
+    policies: Sequence[str | Path | Policy | PolicyRules],
     tasks: Sequence[str],
     *,
     data: str | Path | None = None,
@@ -74,7 +74,7 @@ class Evaluation:
     def __init__(
         self,
         folder: Path,
-        policies: Sequence[Policy],
+        policies: Sequence[PolicyRules],
         tasks: Sequence[str],
         data: str | Path | None,
         batch_size: int,
@@ -96,12 +96,12 @@ class Evaluation:
         self._lm: Any = QuantlabLM(str(folder), policies[0], scoring=scoring, batch_size=batch_size, **where)
         check_requests(self._lm, policies, self._manager.load(self._tasks)["tasks"], limit)
 
-    def check_fit(self, policies: Sequence[Policy]) -> None:
+    def check_fit(self, policies: Sequence[PolicyRules]) -> None:
         """InputError for a policy that the recurrences of the model have no use for."""
         for policy in policies:
             self._lm.use_policy(policy, seed=self._seed)
 
-    def run(self, policy: Policy) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    def run(self, policy: PolicyRules) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """(record, lm-eval's results without its samples) of one policy; results are None if the state
         diverged.
         """

@@ -3,6 +3,7 @@
 from quantlab.models.families import Family, OpCall, register_family
 from quantlab.models.interception import run_with_policy
 from quantlab.models.live import live_recurrence
+from quantlab.models.loading import load
 from quantlab.models.tiny import build_tiny
 
-__all__ = ["Family", "OpCall", "build_tiny", "live_recurrence", "register_family", "run_with_policy"]
+__all__ = ["Family", "OpCall", "build_tiny", "live_recurrence", "load", "register_family", "run_with_policy"]

@@ -7,6 +7,9 @@ tensor, the *handle*, that points to a decode state of ``quantlab.schemes``.  A 
 prefill hands its final state over, so any cache created inside, ``generate``'s own included, is covered
 without being asked for.
 
+Several tokens on top of a handle are a chunk of a prompt, which the model's own op runs from what the checkpoint
+holds and which ends in one more store; or, if the cache records its past, drafts, which ``crop`` takes back.
+
 The convolution state is left alone, in the model's own precision.
 """
 
@@ -14,42 +17,56 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantlab.errors import InputError
 from quantlab.models.cache_layers import patch_cache_layers
+from quantlab.models.checks import check_model
 from quantlab.models.families import Family
 from quantlab.models.families.base import refuse_packed
-from quantlab.models.handles import Holding, Prefill, holding_of
+from quantlab.models.handles import Holding, Prefill, check_drafts, holding_of
 from quantlab.models.patching import replace
-from quantlab.models.recurrent_layers import op_namespaces
+from quantlab.models.recurrent_layers import op_namespaces, recurrent_layers
 from quantlab.models.report import PolicyReport
-from quantlab.schemes import DecodeState, Policy, check_policy_fits, checks, parse_policy, start
+from quantlab.models.running import Running, RunningLayers
+from quantlab.schemes import LayerState, Policy, PolicyRules, checks, parse_rules, start_groups
+from quantlab.schemes.rows import DRAFTS
+from quantlab.schemes.rules import number_text
 
-# Blocks patch module globals and undo it in reverse order, which two threads would interleave.
-_ENTERED = threading.RLock()
+# Blocks patch module globals, which two of them would share, and undo it in reverse order.
+_ENTERED = threading.Lock()
+_entered_by: tuple[int, str] = (0, "")  # thread and policy of the block that holds the lock
 
 _CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
 
 
 @contextlib.contextmanager
 def run_with_policy(
-    model: nn.Module, policy: str | Policy, *, seed: int = 0, sequence_ids: Sequence[int] | None = None
+    model: nn.Module,
+    policy: str | Path | Policy | PolicyRules,
+    *,
+    seed: int = 0,
+    sequence_ids: Sequence[int] | None = None,
+    drafts: int = DRAFTS,
 ) -> Iterator[PolicyReport]:
     """``with run_with_policy(model, "fp32/nvfp4@16") as report: model.generate(...)``.
 
-    Every cache that is created inside decodes under ``policy`` (text or a parsed policy); ``report`` says
-    what happened.  The state left by a prefill is rounded once into every stored copy.  ``seed`` keys
-    stochastic rounding; ``sequence_ids`` names the sequences of the batch for it (default 0, 1, ...).
-    Everything is restored on exit.
+    Every cache that is created inside decodes under ``policy``: a policy or its text, or rules for layers and heads,
+    parsed or the path of a .toml file; ``report`` says what happened.  The state left by a prefill is rounded once into
+    every stored copy.  ``seed`` keys stochastic rounding; ``sequence_ids`` names the sequences of the batch for it
+    (default 0, 1, ...).  ``drafts``: tokens that one forward of a cache that records its past may read (assisted
+    generation: the candidates and one more).  Everything is restored on exit.
 
-    Raises InputError for a model without recurrent layers or with layers that no adapter serves, for a
-    cache that was filled outside, and, on a clean exit, when no decode step went through the policy.
+    Raises InputError for a model without recurrent layers or with layers that no adapter serves, for a compiled one
+    and one without its weights, for rules about layers or heads that it does not have, inside another such block, for a
+    cache that was filled outside, and, on a clean exit, unless every decode step went through the policy in every
+    recurrent layer.
     """
-    interception = Interception(model, policy, seed=seed)
+    interception = Interception(model, policy, seed=seed, drafts=drafts)
     if sequence_ids is not None:
         interception.sequence_ids = checks.sequence_ids(sequence_ids, len(sequence_ids))
     with interception:
@@ -57,55 +74,53 @@ def run_with_policy(
     interception.require_effect()
 
 
-class _Running(NamedTuple):
-    """A layer whose forward runs: its number, its module, and what the forward was given."""
-
-    layer: int
-    module: nn.Module
-    given: tuple[Any, ...]
-
-    def cached_state(self) -> Tensor | None:
-        """What the layer's cache holds for a recurrent state, for an op that is not told."""
-        for value in self.given:
-            if hasattr(value, "update_recurrent_state"):
-                return value.layers[self.layer].recurrent_states[0]
-        return None
-
-
 class Interception:
-    """A policy bound to a model.  A context manager that may be entered again and again; its report adds
-    up.
+    """A policy, or rules for layers and heads, bound to a model.  A context manager that may be entered again and
+    again; its report adds up.  It does not keep the model alive.
 
     ``sequence_ids``: int64 (B,) names of the sequences that the next prefill starts, or None for 0 .. B-1.
     """
 
-    def __init__(self, model: nn.Module, policy: str | Policy, *, seed: int = 0):
-        self.policy = parse_policy(policy)
-        self.seed = seed
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: str | Path | Policy | PolicyRules,
+        *,
+        seed: int = 0,
+        drafts: int = DRAFTS,
+    ):
+        check_model(model)
+        self.rules = parse_rules(policy)
+        self.seed, self.drafts = seed, drafts
         self.sequence_ids: Tensor | None = None
-        self.report = PolicyReport(str(self.policy), self.living)
-        self._model = model
         self._namespaces = op_namespaces(model)
-        for _, family in self._namespaces:
-            check_policy_fits(self.policy, family.recurrence)
-        self._running: dict[int, list[_Running]] = {}  # by thread
-        self._alive: list[tuple[weakref.ref[Holding], DecodeState]] = []
+        layers = recurrent_layers(model)
+        heads = {layer: found.heads for layer, found in layers.items()}
+        self.rules.check(heads, {layer: found.family.recurrence for layer, found in layers.items()})
+        self.report = PolicyReport(self.rules, heads, self.living)
+        self._model = weakref.ref(model)
+        self._running = RunningLayers()
+        self._alive: list[tuple[weakref.ref[Holding], LayerState]] = []
         self._undo: contextlib.ExitStack | None = None
 
     def __enter__(self) -> "Interception":
+        global _entered_by
+        model = self._model()
+        if model is None:
+            raise InputError("model", None, "a model that is still there")
         if self._undo is not None:
-            raise InputError("policy", str(self.policy), "not to be entered twice at once")
+            raise InputError("policy", self.rules.text, "not to be entered twice at once")
         if not _ENTERED.acquire(blocking=False):
-            raise InputError(
-                "policy", str(self.policy), "one thread at a time: another is inside such a block"
-            )
+            thread, policy = _entered_by
+            if thread == threading.get_ident():
+                expected = f"to be entered outside of other blocks: leave that of {policy} first"
+            else:
+                expected = f"one thread at a time: another is inside such a block, of {policy}"
+            raise InputError("policy", self.rules.text, expected)
         with contextlib.ExitStack() as stack:
             stack.callback(_ENTERED.release)
-            for module in self._model.modules():
-                if isinstance(getattr(module, "layer_idx", None), int):
-                    enter = module.register_forward_pre_hook(self._enter_layer, with_kwargs=True)
-                    stack.callback(enter.remove)
-                    stack.callback(module.register_forward_hook(self._leave_layer, always_call=True).remove)
+            _entered_by = threading.get_ident(), self.rules.text
+            self._running.watch(model, stack)
             for namespace, family in self._namespaces:
                 replace(stack, namespace, family.step_op, lambda op, f=family: self._step_adapter(op, f))
                 replace(
@@ -115,6 +130,11 @@ class Interception:
                     lambda op, f=family: self._prefill_adapter(op, f, f.prefill_op),
                 )
             patch_cache_layers(stack)
+            # What generate asks before it lets an assistant propose tokens: whether they cannot be taken back.
+            _answer(stack, model, "_is_stateful", False)
+            # A handle's attribute does not survive compilation.  (Layers that say so would do, but masks for static
+            # caches ask them too.)
+            _answer(stack, model, "_valid_auto_compile_criteria", lambda *_, **__: False)
             self._undo = stack.pop_all()
         return self
 
@@ -122,22 +142,33 @@ class Interception:
         undo, self._undo = self._undo, None
         assert undo is not None
         undo.close()
-        self._running.clear()
 
     def require_effect(self) -> None:
-        """InputError unless at least one decode step ran through the policy."""
-        if not any(self.report.step_hits.values()):
-            raise InputError(
-                "policy",
-                str(self.policy),
-                "at least one decode step in the block; it touched nothing (was a cache used?)",
-            )
+        """InputError unless every decode step went through the policy in every recurrent layer."""
+        hits = self.report.decode_hits
+        most = max(hits.values())
+        if most == 0:
+            expected = f"at least one decode step in the block; it touched nothing: {self._why_nothing()}"
+            raise InputError("policy", self.rules.text, expected)
+        # A forward that raised may have reached some layers and not others.
+        missed = [layer for layer, count in hits.items() if count + self._running.abandoned < most]
+        if missed:
+            count = min(hits[layer] for layer in missed)
+            found = f"missed at layers {number_text(missed)}, which took {count} of {most} decode steps"
+            raise InputError("policy", self.rules.text, f"every recurrent layer under it; {found}")
+
+    def _why_nothing(self) -> str:
+        if self.report.uncached_hits and self.report.uncached_hits == self.report.prefill_hits:
+            return "every forward ran without a cache (use_cache=True keeps one)"
+        if self.report.prefill_hits:
+            return "prompts were read and no token after them"
+        return "the model's recurrent layers did not run"
 
     def adopt(self, holding: Holding) -> None:
         """Count what this holding's state exercised, even after its cache is gone."""
         self._alive.append((weakref.ref(holding), holding.state))
 
-    def living(self) -> list[DecodeState]:
+    def living(self) -> list[LayerState]:
         """The states whose caches still exist; the others are counted for good and let go."""
         for ref, state in self._alive:
             if ref() is None:
@@ -145,101 +176,136 @@ class Interception:
         self._alive = [(ref, state) for ref, state in self._alive if ref() is not None]
         return [state for _, state in self._alive]
 
-    # -- which layer is running
-    @property
-    def _calls(self) -> "list[_Running]":
-        """The recurrent modules that this thread runs now, innermost last."""
-        return self._running.setdefault(threading.get_ident(), [])
-
-    @contextlib.contextmanager
-    def _nothing_running(self) -> Iterator[None]:
-        thread = threading.get_ident()
-        running, self._running[thread] = self._calls, []
-        try:
-            yield
-        finally:
-            self._running[thread] = running
-
-    def _enter_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._calls.append(_Running(int(module.layer_idx), module, (*args, *kwargs.values())))  # pyright: ignore[reportArgumentType]
-
-    def _leave_layer(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._calls:
-            self._calls.pop()
-
     # -- the ops
     def _step_adapter(self, original: Callable[..., Any], family: Family) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
-            if not self._calls:  # another model that shares the module file
+            running = self._running.innermost()
+            if running is None:  # another model that shares the module file
                 return original(*args, **kwargs)
-            layer, module, _ = self._calls[-1]
-            if family.decodes is not None and not family.decodes(module, *args, **kwargs):
+            if family.decodes is not None and not family.decodes(running.module, *args, **kwargs):
                 return self._prefill_adapter(original, family, family.step_op)(*args, **kwargs)
-            self.report.step_hits[family.step_op, layer] += 1
-            call = family.token_inputs(module, *args, **kwargs)
+            self.report.step_hits[family.step_op, running.layer] += 1
+            call = family.token_inputs(running.module, *args, **kwargs)
             return call.finish(self._find(call.state).step(call.inputs), call.state)
 
         return step
 
     def _prefill_adapter(self, original: Callable[..., Any], family: Family, op: str) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not self._calls:
+            running = self._running.innermost()
+            if running is None:
                 return original(*args, **kwargs)
-            layer, module, _ = running = self._calls[-1]
-            self.report.prefill_hits[op, layer] += 1
             if family.decodes is None:
-                refuse_packed(module, kwargs)
-            name, before = family.prefill_state, None
-            # Several tokens on top of a stored state continue from what the checkpoint holds.
-            if name is None:
-                if (handle := running.cached_state()) is not None:
-                    call = family.chunk_inputs(module, *args, **kwargs)
-                    return call.finish(self._find(handle).extend(call.inputs), handle)
-            elif kwargs.get(name) is not None:
-                self._find(kwargs[name])
-                before = holding_of(kwargs[name])
-                assert before is not None
+                refuse_packed(running.module, kwargs)
+            place, name = (op, running.layer), family.prefill_state
+            handle = running.cached_state() if name is None else kwargs.get(name)
+            before = None if handle is None else self._find(handle)
+            if before is not None and before.recording:
+                call = family.chunk_inputs(running.module, *args, **kwargs)
+                self.report.verify_hits[place] += 1
+                return call.finish(before.verify(call.inputs), handle)
+            self.report.prefill_hits[place] += 1
+            if before is not None:
+                before.accept()
+                if name is None:
+                    call = family.chunk_inputs(running.module, *args, **kwargs)
+                    return call.finish(before.state.extend(call.inputs), handle)
                 kwargs[name] = family.to_model(before.state.materialize())
-            with self._nothing_running():  # an op may be made of others, the step op for one
+            elif last := self._kept_back(family, running, args):
+                return self._recorded_prefill(original, family, running, last, args, kwargs)
+            with self._running.nothing():  # an op may be made of others, the step op for one
                 result = original(*args, **kwargs)
-            if isinstance(result, tuple) and result[1] is not None:
-                key_heads = family.key_heads(module, *args, **kwargs)
-                rates = None if family.rates is None else family.rates(module, *args, **kwargs)
-                prefill = Prefill(self, family, layer, key_heads, rates, before)
-                if family.decodes is not None:
-                    return (result[0], self.hand_off(prefill, result[1]), *result[2:])
-                prefill.ride(result[1])
+            if not isinstance(result, tuple) or result[1] is None:
+                self.report.uncached_hits[place] += 1
+                return result
+            key_heads = family.key_heads(running.module, *args, **kwargs)
+            rates = None if family.rates is None else family.rates(running.module, *args, **kwargs)
+            prefill = Prefill(self, family, running.layer, key_heads, rates, before)
+            if family.decodes is not None:
+                return (result[0], self.hand_off(prefill, result[1]), *result[2:])
+            prefill.ride(result[1])
             return result
 
         return run
 
-    def _find(self, handle: Tensor | None) -> DecodeState:
+    def _kept_back(self, family: Family, running: Running, args: tuple[Any, ...]) -> int:
+        """How many tokens at the end of a prompt ``crop`` must be able to take back."""
+        if not getattr(running.cache_layer(), "record_past", False):
+            return 0
+        count = args[0].shape[family.token_dim]
+        kept = self._running.logits_kept()
+        if kept is None:
+            return min(self.drafts, count - 1)
+        # generate asks for the logits of its candidates and of the token before them.
+        check_drafts(kept - 1, self.drafts)
+        return min(kept, count) - 1
+
+    def _recorded_prefill(
+        self,
+        original: Callable[..., Any],
+        family: Family,
+        running: Running,
+        last: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A prefill of all tokens but the ``last`` ones, which are drafts behind it."""
+        dim, count = family.token_dim, args[0].shape[family.token_dim]
+
+        def part(first: int, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            def take(value: Any) -> Any:
+                # What there is for each token has a batch and a channel dimension beside it.
+                tokens = isinstance(value, Tensor) and value.ndim >= 3
+                return value.narrow(dim, first, length) if tokens else value
+
+            return tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
+
+        own, options = part(0, count - last)
+        with self._running.nothing():
+            outputs, dense = original(*own, **options)
+        key_heads = family.key_heads(running.module, *args, **kwargs)
+        rates = None if family.rates is None else family.rates(running.module, *args, **kwargs)
+        handle = self.hand_off(Prefill(self, family, running.layer, key_heads, rates, None), dense)
+        own, options = part(count - last, last)
+        call = family.chunk_inputs(running.module, *own, **options)
+        self.report.verify_hits[family.prefill_op, running.layer] += 1
+        holding = self._find(handle)
+        holding.sit_in(running.cache_layer())
+        drafted, handle = call.finish(holding.verify(call.inputs), handle)
+        return torch.cat([outputs, drafted], dim), handle
+
+    def _find(self, handle: Tensor | None) -> Holding:
         holding = holding_of(handle)
         if holding is None or holding.interception is not self:
             raise InputError(
                 "cache",
                 None if handle is None else tuple(handle.shape),
-                f"one filled under policy {self.policy}, not one from outside the block",
+                f"one filled under policy {self.rules.text}, not one from outside the block",
             )
-        return holding.state
+        return holding
 
     def hand_off(self, prefill: Prefill, dense: Tensor) -> Tensor:
         """The handle of a layer whose prefill ended in ``dense`` (the model's layout, unrounded)."""
-        self.living()
         initial = prefill.family.to_state(dense)
-        batch = initial.shape[0]
         self.report.state_dtype = str(dense.dtype).removeprefix("torch.")
-        if prefill.continues is not None:
-            holding = prefill.continues
-            holding.state.reset(torch.arange(batch), initial)
-            return holding.handle(batch, initial.device)
+        holding = prefill.continues
+        if holding is None:
+            holding = self._start(prefill, initial)
+        else:
+            holding.state.store(initial)
+        return holding.handle(len(initial), initial.device)
+
+    def _start(self, prefill: Prefill, initial: Tensor) -> Holding:
+        """A holding that begins at a prefill state (B, heads, value_dim, key_dim)."""
+        self.living()
+        batch, heads = initial.shape[:2]
         ids = self.sequence_ids
         if ids is not None and len(ids) != batch:
             raise InputError(
                 "sequence_ids", len(ids), f"one name for each of the {batch} sequences of the batch"
             )
-        state = start(
-            self.policy,
+        state = start_groups(
+            self.rules.of_layer(prefill.layer, heads),
             prefill.family.recurrence,
             initial,
             key_heads=prefill.key_heads,
@@ -247,11 +313,25 @@ class Interception:
             seed=self.seed,
             layer=prefill.layer,
             sequence_ids=ids,
+            drafts=self.drafts,
         )
         self.report.describe(prefill.layer, state)
         holding = Holding(self, prefill.family, state)
         self.adopt(holding)
-        return holding.handle(batch, initial.device)
+        return holding
+
+
+def _answer(stack: contextlib.ExitStack, model: nn.Module, name: str, value: Any) -> None:
+    """Give ``model`` an attribute of its own in place of its class's, until ``stack`` closes."""
+    if hasattr(type(model), name):
+        setattr(model, name, value)
+        stack.callback(_forget, weakref.ref(model), name)
+
+
+def _forget(owner: "weakref.ref[nn.Module]", name: str) -> None:
+    model = owner()
+    if model is not None:
+        delattr(model, name)
 
 
 def cache_keyword(model: nn.Module) -> str:
@@ -294,7 +374,7 @@ def reset_rows(cache: Any, rows: Tensor) -> None:
                 holding.state.reset(rows, zeros)
 
 
-def decode_states(cache: Any) -> dict[int, DecodeState]:
+def decode_states(cache: Any) -> dict[int, LayerState]:
     """The decode state of every recurrent layer of ``cache``, by layer index."""
     found = {}
     for number, layer in enumerate(cache.layers):

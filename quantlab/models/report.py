@@ -1,48 +1,89 @@
 """What a model did under a policy: the object that ``run_with_policy`` yields."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from quantlab.schemes import ByteLedger, DecodeState
+from quantlab.schemes import ByteLedger, LayerState, PolicyRules, add_ledgers
+from quantlab.schemes.rules import number_text
 
 
 class PolicyReport:
     """Filled while the model runs; read it at any time.
 
-    policy: canonical text.  effective_policy: with the defaults of the model's recurrence filled in.
-    step_hits, prefill_hits: calls of the recurrent ops by (op, layer).  state_dtype: what the model itself
-    would have kept its state in.  conv_bytes: {layer: bytes per sequence} of the convolution states, which
-    no policy touches.
+    policy: canonical text, of rules too.  layers: {layer: heads of its state} of all recurrent layers.
+    step_hits, verify_hits, prefill_hits: calls of the recurrent ops by (op, layer), for one decoded token, for several
+    that may be taken back, and for a prompt or a chunk of it; a prompt whose last tokens may be taken back counts as
+    both.  uncached_hits: those of prefill_hits that ran without a cache, so that no state was kept.  state_dtype:
+    what the model itself would have kept its state in.  conv_bytes: {layer: bytes per sequence} of the convolution
+    states, which no policy touches.
     """
 
-    def __init__(self, policy: str, living: Callable[[], list[DecodeState]]):
-        self.policy = policy
-        self.effective_policy = policy
+    def __init__(self, rules: PolicyRules, layers: Mapping[int, int], living: Callable[[], list[LayerState]]):
+        self.policy = rules.text
+        self.layers = dict(layers)
         self.step_hits: Counter[tuple[str, int]] = Counter()
+        self.verify_hits: Counter[tuple[str, int]] = Counter()
         self.prefill_hits: Counter[tuple[str, int]] = Counter()
+        self.uncached_hits: Counter[tuple[str, int]] = Counter()
         self.state_dtype: str | None = None
         self.conv_bytes: dict[int, int] = {}
+        self._rules = rules
         self._living = living
         self._ended: dict[str, int | None] = {}
         self._ledgers: dict[int, ByteLedger] = {}
+        self._effective: dict[int, str] = {}
 
-    def describe(self, layer: int, state: DecodeState) -> None:
+    def describe(self, layer: int, state: LayerState) -> None:
         """Take down what is fixed once a layer's decode state exists."""
-        self.effective_policy = state.effective_policy
+        self._effective[layer] = state.effective_policy
         self._ledgers[layer] = state.ledger
 
-    def count(self, state: DecodeState) -> None:
+    def count(self, state: LayerState) -> None:
         """Take this state's sequences as ended: their exercised counts enter the minimum for good."""
         self._ended = _smaller(self._ended, state.exercised)
+
+    @property
+    def effective_policy(self) -> str:
+        """With the defaults of the model's recurrence filled in; where layers differ, by layer."""
+        by_text: dict[str, list[int]] = {}
+        for layer, text in sorted(self._effective.items()):
+            by_text.setdefault(text, []).append(layer)
+        if len(by_text) < 2:
+            return next(iter(by_text), self.policy)
+        return "; ".join(f"layers {number_text(layers)}: {text}" for text, layers in by_text.items())
 
     @property
     def op_hits(self) -> dict[str, dict[str, int]]:
         """{op: {layer: calls}}, decode-step and prefill ops, keys as text."""
         table: dict[str, dict[str, int]] = {}
-        for (op, layer), calls in sorted((self.step_hits + self.prefill_hits).items()):
+        for (op, layer), calls in sorted((self.step_hits + self.verify_hits + self.prefill_hits).items()):
             table.setdefault(op, {})[str(layer)] = calls
         return table
+
+    @property
+    def decode_hits(self) -> dict[int, int]:
+        """{layer: decode forwards that went through the policy}, of all recurrent layers."""
+        hits = dict.fromkeys(self.layers, 0)
+        for (_, layer), calls in (self.step_hits + self.verify_hits).items():
+            hits[layer] = hits.get(layer, 0) + calls
+        return hits
+
+    @property
+    def coverage(self) -> dict[int, dict[str, float]]:
+        """{layer: {policy: fraction of the layer's state values that it governs}}, of all recurrent layers."""
+        return {
+            layer: {
+                str(group.policy): len(group.heads) / heads for group in self._rules.of_layer(layer, heads)
+            }
+            for layer, heads in sorted(self.layers.items())
+        }
+
+    def touched(self, layer: int) -> float:
+        """Fraction of the decode forwards that went through the policy in this layer: 1 unless it was passed over."""
+        hits = self.decode_hits
+        most = max(hits.values(), default=0)
+        return hits.get(layer, 0) / most if most else 0.0
 
     @property
     def exercised(self) -> dict[str, int | None]:
@@ -58,8 +99,7 @@ class PolicyReport:
         """Bytes of one sequence, summed over the recurrent layers, part by part; empty before the first
         prefill.
         """
-        sums = [_summed([getattr(ledger, side) for ledger in self._ledgers.values()]) for side in _SIDES]
-        return ByteLedger(*sums, values=sum(ledger.values for ledger in self._ledgers.values()))
+        return add_ledgers(self._ledgers.values())
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for a record or a results file."""
@@ -68,25 +108,17 @@ class PolicyReport:
             "policy": self.policy,
             "effective_policy": self.effective_policy,
             "op_hits": self.op_hits,
+            "coverage": {str(layer): shares for layer, shares in self.coverage.items()},
+            "touched": {str(layer): self.touched(layer) for layer in self.coverage},
             "exercised": self.exercised,
             "state_dtype_of_the_model": self.state_dtype,
             "conv_state_bytes": sum(self.conv_bytes.values()),
-            "ledger": {side: getattr(ledger, side) for side in _SIDES},
+            "ledger": {side: getattr(ledger, side) for side in ("read", "written", "held")},
             "bits_per_value": ledger.bits_per_value if ledger.values else None,
             "bytes_per_token": ledger.bytes_per_token,
             "bytes_read_per_token": ledger.bytes_read_per_token,
             "bytes_written_per_token": ledger.bytes_written_per_token,
         }
-
-
-_SIDES = ("read", "written", "held")
-
-
-def _summed(parts: list[dict[str, float]]) -> dict[str, float]:
-    total: Counter[str] = Counter()
-    for part in parts:
-        total.update(part)  # pyright: ignore[reportArgumentType]
-    return dict(total)
 
 
 def _smaller(known: dict[str, int | None], counts: dict[str, int | None]) -> dict[str, int | None]:

@@ -117,6 +117,11 @@ class WindowBuffer:
         self.cursor[where] += counts
         self.pending[where] = 0
 
+    def rewind(self, counts: Tensor, rows: Tensor | None) -> None:
+        """Forget the newest ``counts`` records of the rows."""
+        self._own_numbers()
+        self.cursor[slice(None) if rows is None else rows] -= counts
+
     def drop(self, rows: Tensor | None, count: int | None = None) -> None:
         """Forget the oldest ``count`` records (all by default) of the rows; the memory stays."""
         where = slice(None) if rows is None else rows

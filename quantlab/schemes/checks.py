@@ -180,9 +180,11 @@ def lengths(value: object, batch: int, count: int) -> Tensor:
     return _numbers("lengths", value, batch, torch.full((batch,), count), lambda row: f"row {row}")
 
 
-def counts(value: object, pending: Tensor, place: Callable[[int], str]) -> Tensor:
-    """Accepted drafts of each row: int64, each from 0 to what is pending there."""
-    return _numbers("counts", value, len(pending), pending, place, "drafts pending")
+def counts(
+    value: object, limits: Tensor, place: Callable[[int], str], what: str = "drafts pending"
+) -> Tensor:
+    """Tokens of each row, accepted drafts unless ``what`` says otherwise: int64, each from 0 to its limit."""
+    return _numbers("counts", value, len(limits), limits, place, what)
 
 
 def _numbers(

@@ -76,6 +76,24 @@ class HeadGroups:
             for state in self.states:
                 state.commit(counts, rows)
 
+    def take_back(self, counts: Tensor, rows: Tensor | None = None) -> None:
+        """``DecodeState.take_back``; ``reach`` is the least over the groups."""
+        rows = None if rows is None else checks.rows(rows, self.batch, distinct=True)
+        reach = self.reach if rows is None else self.reach[rows]
+        counts = checks.counts(
+            counts, reach, lambda row: f"{self.row_name} {row}", "tokens since the last flush of a group"
+        )
+        with self._together():
+            for state in self.states:
+                state.take_back(counts, rows)
+
+    def store(self, dense: Tensor, rows: Tensor | None = None) -> None:
+        """``DecodeState.store``; dense: (n, heads, value_dim, key_dim)."""
+        self._check_initial(dense, self._count(rows))
+        with self._together():
+            for state, heads in zip(self.states, self._heads, strict=True):
+                state.store(dense.index_select(1, heads), rows)
+
     def flush(self, rows: Tensor | None = None) -> None:
         """``DecodeState.flush``."""
         with self._together():
@@ -180,6 +198,11 @@ class HeadGroups:
     def pending(self) -> Tensor:
         """Drafts of each sequence that wait for ``commit`` (batch,)."""
         return self.states[0].pending
+
+    @property
+    def reach(self) -> Tensor:
+        """Newest tokens of each sequence that ``take_back`` can undo in every group (batch,)."""
+        return torch.stack([state.reach for state in self.states]).amin(0)
 
     @property
     def row_name(self) -> str:

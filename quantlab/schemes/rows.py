@@ -152,6 +152,11 @@ class StateRows:
             raise InputError("tokens", at, f"1 to {limit}: what the window of {self.policy} has room for")
 
     @property
+    def reach(self) -> Tensor:
+        """Newest tokens of each sequence that ``take_back`` can undo (batch,): drafts, and records since a flush."""
+        return self._buffer.cursor + self._buffer.pending
+
+    @property
     def read_copy_bits(self) -> Encoded:
         """The stored bits of the read copy; InputError if the policy has none."""
         if self._copy is None:

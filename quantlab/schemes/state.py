@@ -96,6 +96,35 @@ class DecodeState(StateRows):
                 self._store(self._folded(full, self._window), full)
                 self._buffer.drop(full, self._window)
 
+    def take_back(self, counts: Tensor, rows: Tensor | None = None) -> None:
+        """Undo the newest ``counts[i]`` tokens of each row (integers, 0 to ``reach``): drafts first, then records.
+
+        A move of the cursor: what a flush has folded is out of reach.  Drafts that are left over are accepted, as
+        ``commit`` accepts them.
+        """
+        rows = self._entered_rows(rows)
+        reach, pending = take(self.reach, rows), take(self._buffer.pending, rows)
+        counts = checks.counts(
+            counts, reach, lambda row: self._place(rows, row), "tokens since the last flush"
+        )
+        with self._all_or_nothing():
+            self._buffer.rewind((counts - pending).clamp(min=0), rows)
+            self.commit((pending - counts).clamp(min=0), rows)
+
+    def store(self, dense: Tensor, rows: Tensor | None = None) -> None:
+        """Store the state (n, heads, value_dim, key_dim) that a prefill chunk left on top of ``materialize``.
+
+        For a chunk that ran elsewhere: one more store, read copy and empty window included, as after ``extend``.  A new
+        sequence starts with ``reset``.
+        """
+        rows = self._entered_rows(rows)
+        dense = self._checked_initial(dense, self._count(rows))
+        self._refuse_drafts(rows, "store")
+        with self._all_or_nothing():
+            self._note_read("checkpoint", rows)
+            self._store(dense, rows, rounded=self._options.schedule != "turn")
+            self._buffer.drop(rows)
+
     def extend(self, tokens: StepInputs, rows: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
         """A prefill chunk of T tokens on top of what is stored: outputs (n, T, heads, value_dim).
 

@@ -10,7 +10,7 @@ from quantlab.models import build_tiny
 TABLE = Path(__file__).parents[2] / "experiments" / "quickstart" / "gpqa_made_up.csv"
 
 
-@pytest.fixture(scope="session", params=["mamba2", "gated_delta"])
+@pytest.fixture(scope="session", params=["mamba2", pytest.param("gated_delta", marks=pytest.mark.slow)])
 def folder(request, tmp_path_factory):
     return build_tiny(request.param, tmp_path_factory.mktemp("models") / request.param)
 

@@ -52,6 +52,21 @@ def test_an_evaluation_writes_lm_evals_results_with_the_policy_inside(folder, ta
     assert len(set(hashes[0])) == 3
 
 
+def test_rules_for_layers_are_a_policy_too(folder, table, tmp_path):
+    path = tmp_path / "mixed.toml"
+    path.write_text('default = "fp32@1"\n[[rule]]\nlayers = 1\npolicy = "nvfp4@1"\n')
+    (record,) = run_eval(folder, [path], [TASK], data=table, output=tmp_path / "out", limit=1)
+    assert record["point"]["policy"] == "fp32@1; layers 1: nvfp4@1"
+    (written,) = (tmp_path / "out").iterdir()
+    assert written.name.startswith("mixed-")
+    (file,) = written.iterdir()
+    config = json.loads(file.read_text())["config"]
+    assert config["coverage"] == {"0": {"fp32@1": 1.0}, "1": {"nvfp4@1": 1.0}}
+    assert config["touched"] == {"0": 1.0, "1": 1.0}
+    with pytest.raises(InputError, match=r"^scoring .*never touches"):
+        run_eval(folder, [path], [TASK], data=table, output=tmp_path / "none", scoring="prefill")
+
+
 @pytest.mark.slow
 def test_points_share_a_model_and_agree_with_whole_evaluations(table, tmp_path):
     point = {

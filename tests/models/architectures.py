@@ -48,9 +48,11 @@ FAST = ("falcon_h1", "kimi_linear", "mamba")
 
 
 @torch.no_grad()
-def forward(model, ids: Tensor, cache: DynamicCache, mask: Tensor | None = None, past: int = 0) -> Tensor:
+def forward(
+    model, ids: Tensor, cache: DynamicCache, mask: Tensor | None = None, past: int = 0, **options
+) -> Tensor:
     """Logits (B, T, vocabulary) of ids (B, T) behind ``past`` tokens.  mask: (B, past + T), 0 = padding."""
-    keywords = {cache_keyword(model): cache, "use_cache": True}
+    keywords = {cache_keyword(model): cache, "use_cache": True, **options}
     if mask is not None:
         keywords["attention_mask"] = mask
     # Some models number the tokens of a second chunk from 0 if nobody tells them.

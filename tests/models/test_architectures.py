@@ -177,3 +177,30 @@ def test_mistakes_are_noticed(model, architecture, ids, monkeypatch):
     else:
         with run_with_policy(model, "fp32@1"):
             assert (decode(model, ids, PROMPT) - stock).abs().max() > WRONG
+
+
+def test_tokens_that_are_taken_back_are_as_if_never_read(model, architecture, ids):
+    """A prompt and forwards of several tokens on a cache that records: the logits are those of single stock steps."""
+    stock = decode(model, ids, PROMPT)
+    with run_with_policy(model, "fp32@4", drafts=4) as report:
+        cache = DynamicCache(config=model.config)
+        cache.activate_past_recording()
+        # Two candidates behind the prompt, as generate reads them: some models clamp step sizes in prompts alone.
+        logits = forward(model, ids[:, : PROMPT + 2], cache, logits_to_keep=3)
+        assert (logits - stock[:, :3]).abs().max() < SAME
+        assert cache.is_croppable
+        cache.crop(-2)
+        past = PROMPT
+        for count, wrong in ((3, 2), (4, 0), (2, 1), (1, 1), (4, 3), (1, 0), (4, 1)):
+            tokens, right = ids[:, past : past + count].clone(), count - wrong
+            tokens[:, right:] = (tokens[:, right:] + 1) % 256
+            logits = forward(model, tokens, cache, past=past)
+            if right:
+                first = past + 1 - PROMPT
+                assert (logits[:, :right] - stock[:, first : first + right]).abs().max() < SAME
+            cache.crop(-wrong)
+            past += right
+        for state in decode_states(cache).values():
+            assert not bool(state.pending.any())
+    assert set(report.decode_hits) == set(architecture.layers)
+    assert len(set(report.decode_hits.values())) == 1

@@ -25,7 +25,9 @@ def globals_of(model):
     found = {
         (n, key): id(value) for n in names for key, value in vars(sys.modules[n]).items() if callable(value)
     }
-    found |= {("cache", key): id(value) for key, value in vars(cache_utils.LinearAttentionLayer).items()}
+    for cls in (cache_utils.LinearAttentionLayer, cache_utils.Cache):
+        found |= {(cls.__name__, key): id(value) for key, value in vars(cls).items()}
+    found |= {("model", key): id(value) for key, value in vars(model).items() if not key.startswith("_fo")}
     hooks = {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()}
     return found, hooks
 
@@ -75,12 +77,26 @@ def test_exceptions_at_every_depth_restore_everything(model, ids):
     def fail(*_):
         raise KeyError("inside the model")
 
-    hook = model.register_forward_hook(fail)
+    called: dict[torch.nn.Module, None] = {}
+    hooks = [p.register_forward_hook(lambda part, *_: called.setdefault(part)) for p in model.modules()]
+    model.generate(ids[:1, :5], **GREEDY)
+    for hook in hooks:
+        hook.remove()
+    assert len(called) > 10
+    for part in called:
+        hook = part.register_forward_hook(fail)
+        with pytest.raises(KeyError), run_with_policy(model, "fp32@1"):
+            model.generate(ids[:1, :5], **GREEDY)
+        hook.remove()
+        assert globals_of(model) == before
     with pytest.raises(KeyError), run_with_policy(model, "fp32@1"):
-        model.generate(ids[:1, :5], **GREEDY)
-    hook.remove()
-    with pytest.raises(KeyError), run_with_policy(model, "fp32@1"), run_with_policy(model, "nvfp4@4"):
         raise KeyError("between the calls")
+    with (
+        pytest.raises(InputError, match="leave that of fp32@1 first"),
+        run_with_policy(model, "fp32@1"),
+        run_with_policy(model, "nvfp4@4"),
+    ):
+        pytest.fail("entered inside another block")
     assert globals_of(model) == before
     assert torch.equal(under(model, "fp32@1", ids[:1, :5]), model.generate(ids[:1, :5], **GREEDY))
 

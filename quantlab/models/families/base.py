@@ -59,6 +59,7 @@ class Family:
     (B, T, ...).
     key_heads(mixer, *args, **kwargs): the number of key heads, read off the prefill op's arguments.
     rates(mixer, *args, **kwargs): the fixed rates (H, V, K) of a recurrence that needs them, read off the same.
+    token_dim: of the prefill op's arguments, the first one and others of at least three dimensions, and of its outputs.
     decodes(mixer, *args, **kwargs): for ops whose caller keeps the state that they return as it is, and packs rows:
     whether a call of the step op is a decode step, and not a prompt.
     """
@@ -73,4 +74,5 @@ class Family:
     chunk_inputs: Callable[..., OpCall]
     key_heads: Callable[..., int]
     rates: Callable[..., Tensor] | None = None
+    token_dim: int = 1
     decodes: Callable[..., bool] | None = None

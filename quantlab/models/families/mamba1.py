@@ -109,4 +109,5 @@ FAMILY = Family(
     chunk_inputs=chunk_inputs,
     key_heads=key_heads,
     rates=rates,
+    token_dim=-1,
 )

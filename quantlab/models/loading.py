@@ -1,0 +1,50 @@
+"""Load a model that decodes under a policy for as long as it lives."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantlab.errors import InputError
+from quantlab.models.interception import Interception
+from quantlab.schemes import Policy, PolicyRules, parse_rules
+from quantlab.schemes.rows import DRAFTS
+
+
+def load(
+    path: str | Path,
+    policy: str | Path | Policy | PolicyRules,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    drafts: int = DRAFTS,
+) -> Any:
+    """The causal language model in ``path`` (a folder, or a name on the hub), under ``policy``.
+
+    As within ``run_with_policy``, until ``model.quantlab_close()`` or until the model is gone; no other block can be
+    entered before.  ``model.quantlab_report`` is the report, ``model.quantlab_interception`` the ``Interception`` (its
+    ``require_effect`` checks that every decode step went through the policy).  dtype: of the weights (default: as they
+    are stored).  device: where they go (default: the CPU).
+
+    Raises InputError for a model that cannot be loaded, and as ``run_with_policy`` does.
+    """
+    from transformers import AutoModelForCausalLM
+
+    rules = parse_rules(policy)  # a mistake in it shows before the weights are read
+    options = {} if dtype is None else {"dtype": dtype}
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(str(path), **options)
+    except (OSError, ValueError) as error:
+        raise InputError("path", str(path), f"a causal language model: {error}") from error
+    if device is not None:
+        model.to(device)
+    model.eval()
+    interception = Interception(model, rules, seed=seed, drafts=drafts)
+    interception.__enter__()
+    close = weakref.finalize(model, interception.__exit__)
+    close.atexit = False
+    model.quantlab_interception, model.quantlab_report = interception, interception.report
+    model.quantlab_close = close
+    return model

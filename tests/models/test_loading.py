@@ -1,0 +1,65 @@
+"""A loaded model decodes under its policy for its life, and leaves nothing behind."""
+
+import gc
+
+import pytest
+import torch
+
+from quantlab.errors import InputError
+from quantlab.models import load, run_with_policy
+
+from .test_generate import GREEDY, globals_of
+
+
+def test_a_loaded_model_is_one_inside_a_block(model, ids):
+    folder, prompt = model.name_or_path, ids[:2, :9]
+    before, stock = globals_of(model), model.generate(prompt, **GREEDY)
+    loaded = load(folder, "fp32@4", dtype=torch.float32)
+    try:
+        assert torch.equal(loaded.generate(prompt, **GREEDY), stock)
+        assert torch.equal(
+            model.generate(prompt, **GREEDY), stock
+        )  # another one of the same file is left alone
+        assert set(loaded.quantlab_report.step_hits.values()) == {GREEDY["max_new_tokens"] - 1}
+        loaded.quantlab_interception.require_effect()
+        with pytest.raises(InputError, match="leave that of fp32@4 first"), run_with_policy(model, "fp32@1"):
+            pass
+        with pytest.raises(InputError, match="leave that of fp32@4 first"):
+            load(folder, "fp32@1")
+    finally:
+        loaded.quantlab_close()
+    loaded.quantlab_close()  # a second time is nothing
+    assert globals_of(model) == before
+    hits = loaded.quantlab_report.op_hits
+    assert torch.equal(loaded.generate(prompt, **GREEDY), stock)
+    assert loaded.quantlab_report.op_hits == hits
+
+
+def test_a_model_that_is_gone_has_left_its_block(model, ids):
+    before = globals_of(model)
+    loaded = load(model.name_or_path, "nvfp4@1")
+    loaded.generate(ids[:1, :5], **GREEDY)
+    del loaded
+    gc.collect()
+    assert globals_of(model) == before
+    with run_with_policy(model, "fp32@1"):
+        model.generate(ids[:1, :5], **GREEDY)
+
+
+def test_what_cannot_be_loaded_is_one_line(model, tmp_path):
+    before = globals_of(model)
+    for path, policy, words in (
+        (tmp_path, "fp32@1", "^path "),
+        (model.name_or_path, "fp33@1", "fp33"),
+        (model.name_or_path, tmp_path / "none.toml", "^policy .*none.toml"),
+    ):
+        with pytest.raises(InputError, match=words) as caught:
+            load(path, policy)
+        assert "\n" not in str(caught.value)
+    assert globals_of(model) == before
+    with pytest.raises(InputError, match="contents="):
+        load(
+            model.name_or_path,
+            "fp32@4:contents=raw" if "mamba2" in model.name_or_path else "fp32@4:contents=none",
+        )
+    assert globals_of(model) == before
