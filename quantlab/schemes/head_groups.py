@@ -1,7 +1,8 @@
 """The decode state of a layer whose heads follow different policies: one ``DecodeState`` for each group of heads.
 
 Heads share nothing but their keys and queries, so a head in a group holds the bits that it would hold if its policy
-were that of the whole layer, those of stochastic rounding included.
+were that of the whole layer, those of stochastic rounding included.  (Sums over a window may run in another order
+beside other heads: before the state is rounded, the last place shows it.)
 """
 
 import contextlib

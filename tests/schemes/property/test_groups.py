@@ -1,7 +1,7 @@
 """Random schedules on a pool whose heads follow three policies, beside a pool of each policy for all heads.
 
-Heads share nothing but keys and queries, so every head must hold, bit for bit, and read what it does in the pool of
-its own policy; what that one does right, ``test_property`` proves.
+Heads share nothing but keys and queries, so every head must hold, bit for bit once it is rounded, and read what it does
+in the pool of its own policy; what that one does right, ``test_property`` proves.
 """
 
 import tempfile
@@ -103,7 +103,10 @@ class Pools:
             assert torch.equal(own.pending[held], plain.pending[held])
             for part, store in plain._stores().items():
                 mine = own._stores()[part]
-                assert torch.equal(mine.decoded[held], store.decoded[held][:, heads]), f"{group}: {part}"
+                difference = (mine.decoded[held] - store.decoded[held][:, heads]).abs().flatten(1)
+                # A live row has not been rounded: it shows the order of sums.
+                bound = torch.where(store.live[held], TOLERANCE, 0.0)
+                assert bool((difference <= bound[:, None]).all()), f"{group}: {part}"
                 for name in ("numbers", "sequence_ids", "live"):
                     assert torch.equal(getattr(mine, name)[held], getattr(store, name)[held]), name
                 for name in ("_unread", "_read_stores"):
