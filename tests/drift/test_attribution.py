@@ -61,6 +61,7 @@ def test_a_policy_without_roundings_gets_the_standard_ladder():
     assert names == set(STANDARD) - {"beta", "decay", "dot=bf16"}
 
 
+@pytest.mark.slow
 def test_a_rounded_decay_is_the_worst_place_for_bfloat16():
     """.99 becomes .98828125 or .9921875 in every step: a bias of the decay, not noise, and it accumulates."""
     stream = small("gated_delta", alpha=0.99, steps=256)

@@ -52,6 +52,7 @@ def test_an_evaluation_writes_lm_evals_results_with_the_policy_inside(folder, ta
     assert len(set(hashes[0])) == 3
 
 
+@pytest.mark.slow
 def test_points_share_a_model_and_agree_with_whole_evaluations(table, tmp_path):
     point = {
         "kind": "eval",

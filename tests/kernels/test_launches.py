@@ -77,7 +77,7 @@ def test_a_verification_and_its_commit_take_three_or_four(family, launched):
     assert {case: names for case, names in found.items() if len(names) > most} == {}
 
 
-@pytest.mark.parametrize(("sizes", "few", "many"), [((64, 64, 128, 8), 8, 16), ((24, 128, 256, 1), 8, 8)])
+@pytest.mark.parametrize(("sizes", "few", "many"), [((64, 64, 128, 8), 4, 16), ((24, 128, 256, 1), 4, 8)])
 def test_a_step_of_a_few_rows_has_more_programs(sizes, few, many):
     shape, policy = StateShape(*sizes), parse_policy("fp32@1")
     assert [configuration(policy, shape, batch).step.rows for batch in (1, 8, 256)] == [few, many, many]
