@@ -57,6 +57,7 @@ SURPRISES = {
 # Products of the window and of a read copy are exact in 16 bits; tokens, records and outputs are bfloat16.
 WANTED = {
     "_read_copy": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
+    "_system": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "_fold": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "gdn_read": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "gdn_mxfp4_read": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
@@ -64,6 +65,7 @@ WANTED = {
     "_flush_head": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "_draft_read": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "_flush": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
+    "channel_draft_window": {"tensor cores, so 16-bit products", "rounding to 16 or 8 bits"},
     "_window": {"rounding to 16 or 8 bits"},
     "_read": {"rounding to 16 or 8 bits"},
     "_step": {"rounding to 16 or 8 bits"},
