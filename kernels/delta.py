@@ -4,9 +4,8 @@ A layer's step is at most three launches.  Where a fold is matrix products these
 full, beside the coefficients of the other windows; the folds with their read copies; and beside these the reads of the
 other rows.  Elsewhere they are the folds of the rows whose window is full, beside the coefficients of the others; the
 reads of these; and the read copy of what was folded.  With window 1 and no read copy it is one, which rewrites the
-state.
-``delta_window``, ``delta_read``, ``delta_fold``, ``delta_systems`` and
-``delta_product`` have the mathematics; ``delta_flush`` launches the folds.
+state.  ``delta_window``, ``delta_read``, ``delta_fold``, ``delta_systems`` and ``delta_product`` have the mathematics;
+``delta_flush`` launches the folds.
 """
 
 from torch import Tensor

@@ -30,8 +30,9 @@ from quantlab.schemes.store import CHECKPOINT_PART
 
 PHILOX_ROUNDS = 10
 MULTIPROCESSORS = 132
+"""Of an H200, which the numbers of programs are for; any number is correct."""
 REGISTERS = 65536
-"""Of an H200, which the numbers of programs are for; any number is correct.  Registers are a multiprocessor's."""
+"""Of one multiprocessor."""
 FEWEST_STEPS = 1024
 """Programs of a step below which tiles are halved: one row of a batch takes 4.1 us in 256 tiles of 16, 3.8 in 512 of 8
 and 3.4 in 1024 of 4."""

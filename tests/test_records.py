@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from quantlab import records
 from quantlab.errors import InputError
+from quantlab.sweep.environment import archived_revision
 
 POINT = {"kind": "drift", "policy": "nvfp4@1", "stream": {"family": "mamba2", "alpha": 0.99, "seed": 0}}
 
@@ -211,6 +212,24 @@ def test_environment_imports_nothing_heavy_and_names_no_machine():
     assert environment["versions"]["numpy"] == np.__version__
     assert os.uname().nodename not in text
     assert str(root) not in text
+
+
+def test_unpacked_archive_knows_its_revision(tmp_path):
+    """Run from an archive of the checkout, records carry the revision that a clone's would."""
+    root = Path(records.__file__).parents[2]
+    if not (root / ".git").exists():
+        pytest.skip("this tree is no checkout")
+    git = ["git", "-C", str(root)]
+    head = subprocess.run(
+        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    packed = subprocess.run(
+        [*git, "archive", "HEAD", ".git_archival.txt"], check=True, capture_output=True
+    ).stdout
+    subprocess.run(["tar", "-x", "-C", str(tmp_path)], input=packed, check=True)
+    assert archived_revision(tmp_path) == head
+    assert archived_revision(root) is None, "a checkout holds the pattern, not a revision"
+    assert archived_revision(tmp_path / "none") is None
 
 
 def test_fingerprint_moves_with_the_protocol(monkeypatch):

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,8 @@ def _cpu_model() -> str:
 
 
 def _git_revision() -> str | None:
-    """Revision of the checkout that this package runs from, "+changes" appended; None when installed
-    elsewhere."""
+    """Revision of the checkout that this package runs from, "+changes" appended, or of the ``git archive`` that it was
+    unpacked from; None when installed elsewhere."""
     root = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str:
@@ -54,8 +55,17 @@ def _git_revision() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != root:
-            return None
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+        if Path(git("rev-parse", "--show-toplevel")).resolve() == root:
+            return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
+        pass
+    return archived_revision(root)
+
+
+def archived_revision(root: Path) -> str | None:
+    """What ``git archive`` wrote into the root of the tree it packed; None where it has not packed it."""
+    try:
+        node = (root / ".git_archival.txt").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError):
         return None
+    return node if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", node) else None

@@ -181,3 +181,17 @@ def test_a_peer_that_stores_a_state_a_draft(tmp_path, family):
         )
         over = theirs["metrics"]["us"] / ours["us"] if status == "ok" else None
         assert ours["against_peer"] == over
+
+
+def test_drafts_are_held_against_as_many_steps_or_a_verification_of_as_many():
+    def record(us, implementation, **drafts):
+        point = {"implementation": implementation, "policy": "fp32@1", "batch": 8, **drafts}
+        metrics = {"us": us, "run": "one", "checkpoint_bits": 32}
+        return {"point": point, "metrics": metrics, "status": "ok", "message": ""}
+
+    ours, step = record(10.0, "quantlab", drafts=4), record(5.0, "vllm")
+    (row, *_) = speed_rows([ours, step])
+    assert row["against_peer"] == 4 * 5.0 / 10.0
+    verifications = record(12.0, "fla", drafts=4), record(1.0, "fla", drafts=2)
+    (row, *_) = speed_rows([ours, step, *verifications])
+    assert (row["against_peer"], row["peer"]) == (12.0 / 10.0, "fla")
