@@ -69,20 +69,20 @@ class Configuration:
 @functools.cache
 def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuration:
     """Measured on one H200; a smaller tile where the value dim, or a long row, does not allow the best one."""
-    stochastic = policy.checkpoint.stochastic
-    rows = _dividing(shape.value_dim, 16 if shape.key_dim <= 128 else 8)
+    stochastic, long = policy.checkpoint.stochastic, shape.key_dim > 128
+    rows = _dividing(shape.value_dim, 8 if long else 16)
     while rows > 4 and batch * shape.heads * shape.value_dim // rows < FEWEST_STEPS:
         rows //= 2
     step = Tiles(rows, warps=2 if rows > 4 and (stochastic or policy.checkpoint.recipe) else 1)
     if read_copies.by_head(policy.read_copy):
         # Of a group's rows in one piece: a tile may hold the end of one head and the beginning of the next.
         group_rows = shape.heads // shape.key_heads * shape.value_dim
-        wanted = _dividing(group_rows, 64 if shape.key_dim <= 128 else 32)
+        wanted = _dividing(group_rows, 64)
         read_rows = wanted if wanted <= shape.value_dim else _dividing(shape.value_dim, wanted)
-        registers = 96 if read_rows == 64 else None
+        registers = 96 if read_rows == 64 and not long else None
     else:
         best = 16 if (policy.read_copy or policy.checkpoint).name == "fp32" else 32
-        read_rows, registers = _dividing(shape.value_dim, best if shape.key_dim <= 128 else 16), None
+        read_rows, registers = _dividing(shape.value_dim, 16 if long else best), None
     read = Tiles(read_rows, registers=registers)
     rows16, columns = _dividing(shape.value_dim, 16), min(shape.key_dim, 128)
     if policy.checkpoint.recipe:  # a scale of a row needs all of it
@@ -90,10 +90,11 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
     elif policy.read_copy is None:
         flush, programs = Tiles(rows16, columns, stages=3), 1056
     elif policy.checkpoint.name == "fp32":
-        flush = Tiles(_dividing(shape.value_dim, 64), 32, warps=4)
-        programs = 792 if read_copies.by_head(policy.read_copy) else 528
+        flush = Tiles(_dividing(shape.value_dim, 64), 64 if long else 32, warps=4)
+        programs = 792 if read_copies.by_head(policy.read_copy) and not long else 528
     else:
-        flush, programs = Tiles(_dividing(shape.value_dim, 64), min(columns, 64), warps=4), 528
+        columns = min(columns, 32 if long and stochastic else 64)
+        flush, programs = Tiles(_dividing(shape.value_dim, 64), columns, warps=4), 528
     head, head_programs = None, MULTIPROCESSORS
     narrow = shape.value_dim not in (64, 128)
     height = 16 if narrow else shape.value_dim  # of a tile
