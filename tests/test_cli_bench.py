@@ -14,7 +14,7 @@ from quantlab.errors import InputError
 from quantlab.kernels import bench_timing
 from quantlab.kernels.bench_timing import Times
 from quantlab.records import complete_record, load_records, save_record
-from quantlab.report.speed import draw_speed, in_order, load_speed_records, speed_rows
+from quantlab.report.speed import _styles, draw_speed, in_order, load_speed_records, speed_rows
 from quantlab.schemes import drafts, steps
 
 
@@ -169,7 +169,10 @@ def test_drafts_have_a_row_and_a_ratio(clock, tmp_path, monkeypatch):
     assert (verify["policy"], verify["drafts"]) == ("fp32/nvfp4@4", "2")
     ratio = 2 * float(step["us"]) / float(verify["us"])
     assert float(verify["against_baseline"]) == pytest.approx(ratio)
-    assert (tmp_path / "speed-mamba2-2x16x32x1.png").stat().st_size > 10_000
+    words = (tmp_path / "speed-mamba2-2x16x32x1.svg").read_text()
+    shown = "fp32@1, one step", "fp32/nvfp4@4, 2 drafts"
+    assert all(f"<!-- {text} -->" in words for text in shown)
+    assert "<!-- mamba2, 2 heads of 16 x 32, 1 key head; a made-up device -->" in words
 
 
 def test_a_failed_comparison_ends_with_status_1(clock, monkeypatch, tmp_path):
@@ -193,9 +196,10 @@ def test_a_policy_without_a_kernel_is_no_failure(clock):
 
 
 # -- figures
-def made_up(folder, batches=(1, 8, 32, 64, 256, 512)):
-    """Records with plausible numbers of ours and two peers."""
+def made_up(folder, batches=(1, 8, 32, 64, 256, 512), more=()):
+    """Records with plausible numbers of ours and two peers, and more kinds."""
     kinds = (
+        *more,
         ("quantlab", "fp32@1", 1.05, 4.2e6),
         ("quantlab", "fp32@16:buffer=bf16", 0.58, 3.9e6),
         ("quantlab", "fp32/nvfp4@16:buffer=bf16", 0.16, 2.9e6),
@@ -229,6 +233,19 @@ def test_a_figure_of_made_up_records(tmp_path):
     assert all(f"<!-- {text} -->" in svg.read_text() for text in ("copy, 4.25 TB/s", "vllm: fp32@1", "512"))
     assert rows
     assert all((row["against_peer"] is None) == (row["implementation"] != "quantlab") for row in rows)
+
+
+def test_no_two_lines_of_a_figure_look_alike(tmp_path):
+    more = [
+        *(("quantlab", policy, 0.5, 3.0e6) for policy in ("fp16@1", "fp16@16", "fp16/nvfp4@16")),
+        *(("mamba_ssm", policy, 0.5, 3.0e6) for policy in ("fp32@1", "fp16@1")),
+        *(("vllm", "fp16@1", 0.5, 3.0e6), ("replayssm", "fp16@16:buffer=bf16", 0.5, 3.0e6)),
+    ]
+    made_up(tmp_path, batches=(8,), more=more)
+    styles = _styles(list(speed_rows(load_speed_records(tmp_path))))
+    assert len(styles) == 14
+    assert len({style.color for style in styles.values()}) == 14
+    assert len({(style.dash, style.marker) for style in styles.values()}) > 10
 
 
 def test_rows_have_an_order(tmp_path):
