@@ -47,6 +47,15 @@ def test_a_dry_run_lists_bytes_and_the_wall():
     assert output.count("replayssm") == output.count("vllm") == 2
 
 
+def test_a_dry_run_says_what_no_kernel_serves():
+    given = "--dry-run", "--shape", "4,20,32,2", "-p", "nvfp4@16", "-p", "fp32@1", "--batch", 1, "--batch", 2
+    lines = [line for line in bench(*given).splitlines() if "not served" in line]
+    assert len(lines) == 2
+    assert lines[0].startswith("fp32@1 at 4,20,32,2, not served by kernels: a value dim")
+    assert {row["not_served"] is None for row in objects(*given)} == {False}
+    assert {row["not_served"] for row in objects("--dry-run", "--peer", "vllm")} == {None}
+
+
 def test_a_model_gives_the_shape():
     (row,) = objects("--dry-run", "--model", "kimi-linear-48b-a3b", "-p", "fp32@1", "--batch", 1)
     assert (row["family"], row["shape"]) == ("kimi_delta", "32,128,128,32")
@@ -61,7 +70,7 @@ def test_drafts_are_listed_beside_steps_of_the_baseline():
     assert (step["policy"], step["drafts"]) == ("fp32@1", None)
     assert (verify["policy"], verify["drafts"]) == ("fp32/nvfp4@16", 4)
     assert verify["token_bytes"] == 4 * step["token_bytes"]
-    assert "drafts" in bench(*given)
+    assert "a step, or a verification of drafts and its commit" in " ".join(bench(*given).split())
     assert "drafts" not in bench(*given[:-2])
 
 
@@ -80,6 +89,7 @@ def test_without_a_gpu_one_line_says_what_is_needed(tmp_path):
         ("--batch 1025", "1 to 1024"),
         ("--shape 64,64,128", "shape '64,64,128'"),
         ("--shape 64,64,128,7 --dry-run", "divisor of heads"),
+        ("--shape 64,64,0,8 --dry-run", "shape '64,64,0,8': expected integers above zero"),
         ("--family mamba1 --dry-run", "family 'mamba1'"),
         ("--model nothing", "model 'nothing'"),
         ("--model Mamba2-2.7B --family mamba2", "not both"),
@@ -89,7 +99,11 @@ def test_without_a_gpu_one_line_says_what_is_needed(tmp_path):
         ("--peer vllm=/nowhere", "vllm=PATH"),
         ("--bandwidth 3", "--dry-run"),
         ("--drafts 0 --dry-run", "drafts 0"),
+        ("--drafts 4 -p fp32@1 --dry-run", "drafts 4: expected a policy with a window"),
         ("--figure . --batch 3", "nothing beside --figure"),
+        ("--figure . --family kimi_delta", "nothing beside --figure"),
+        ("--figure . --dry-run", "nothing beside --figure"),
+        ("--dry-run --output results/none", "nothing beside --dry-run, which times nothing"),
         ("--figure /nowhere", "existing folder"),
     ],
 )
