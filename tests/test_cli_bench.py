@@ -14,7 +14,7 @@ from quantlab.errors import InputError
 from quantlab.kernels import bench_timing
 from quantlab.kernels.bench_timing import Times
 from quantlab.records import complete_record, load_records, save_record
-from quantlab.report.speed import draw_speed, in_order, load_speed_records, speed_rows
+from quantlab.report.speed import _styles, draw_speed, in_order, load_speed_records, speed_rows
 from quantlab.schemes import drafts, steps
 
 
@@ -47,6 +47,15 @@ def test_a_dry_run_lists_bytes_and_the_wall():
     assert output.count("replayssm") == output.count("vllm") == 2
 
 
+def test_a_dry_run_says_what_no_kernel_serves():
+    given = "--dry-run", "--shape", "4,20,32,2", "-p", "nvfp4@16", "-p", "fp32@1", "--batch", 1, "--batch", 2
+    lines = [line for line in bench(*given).splitlines() if "not served" in line]
+    assert len(lines) == 2
+    assert lines[0].startswith("fp32@1 at 4,20,32,2, not served by kernels: a value dim")
+    assert {row["not_served"] is None for row in objects(*given)} == {False}
+    assert {row["not_served"] for row in objects("--dry-run", "--peer", "vllm")} == {None}
+
+
 def test_a_model_gives_the_shape():
     (row,) = objects("--dry-run", "--model", "kimi-linear-48b-a3b", "-p", "fp32@1", "--batch", 1)
     assert (row["family"], row["shape"]) == ("kimi_delta", "32,128,128,32")
@@ -61,7 +70,7 @@ def test_drafts_are_listed_beside_steps_of_the_baseline():
     assert (step["policy"], step["drafts"]) == ("fp32@1", None)
     assert (verify["policy"], verify["drafts"]) == ("fp32/nvfp4@16", 4)
     assert verify["token_bytes"] == 4 * step["token_bytes"]
-    assert "drafts" in bench(*given)
+    assert "a step, or a verification of drafts and its commit" in " ".join(bench(*given).split())
     assert "drafts" not in bench(*given[:-2])
 
 
@@ -80,6 +89,7 @@ def test_without_a_gpu_one_line_says_what_is_needed(tmp_path):
         ("--batch 1025", "1 to 1024"),
         ("--shape 64,64,128", "shape '64,64,128'"),
         ("--shape 64,64,128,7 --dry-run", "divisor of heads"),
+        ("--shape 64,64,0,8 --dry-run", "shape '64,64,0,8': expected integers above zero"),
         ("--family mamba1 --dry-run", "family 'mamba1'"),
         ("--model nothing", "model 'nothing'"),
         ("--model Mamba2-2.7B --family mamba2", "not both"),
@@ -89,7 +99,11 @@ def test_without_a_gpu_one_line_says_what_is_needed(tmp_path):
         ("--peer vllm=/nowhere", "vllm=PATH"),
         ("--bandwidth 3", "--dry-run"),
         ("--drafts 0 --dry-run", "drafts 0"),
+        ("--drafts 4 -p fp32@1 --dry-run", "drafts 4: expected a policy with a window"),
         ("--figure . --batch 3", "nothing beside --figure"),
+        ("--figure . --family kimi_delta", "nothing beside --figure"),
+        ("--figure . --dry-run", "nothing beside --figure"),
+        ("--dry-run --output results/none", "nothing beside --dry-run, which times nothing"),
         ("--figure /nowhere", "existing folder"),
     ],
 )
@@ -169,7 +183,10 @@ def test_drafts_have_a_row_and_a_ratio(clock, tmp_path, monkeypatch):
     assert (verify["policy"], verify["drafts"]) == ("fp32/nvfp4@4", "2")
     ratio = 2 * float(step["us"]) / float(verify["us"])
     assert float(verify["against_baseline"]) == pytest.approx(ratio)
-    assert (tmp_path / "speed-mamba2-2x16x32x1.png").stat().st_size > 10_000
+    words = (tmp_path / "speed-mamba2-2x16x32x1.svg").read_text()
+    shown = "fp32@1, one step", "fp32/nvfp4@4, 2 drafts"
+    assert all(f"<!-- {text} -->" in words for text in shown)
+    assert "<!-- mamba2, 2 heads of 16 x 32, 1 key head; a made-up device -->" in words
 
 
 def test_a_failed_comparison_ends_with_status_1(clock, monkeypatch, tmp_path):
@@ -193,9 +210,10 @@ def test_a_policy_without_a_kernel_is_no_failure(clock):
 
 
 # -- figures
-def made_up(folder, batches=(1, 8, 32, 64, 256, 512)):
-    """Records with plausible numbers of ours and two peers."""
+def made_up(folder, batches=(1, 8, 32, 64, 256, 512), more=()):
+    """Records with plausible numbers of ours and two peers, and more kinds."""
     kinds = (
+        *more,
         ("quantlab", "fp32@1", 1.05, 4.2e6),
         ("quantlab", "fp32@16:buffer=bf16", 0.58, 3.9e6),
         ("quantlab", "fp32/nvfp4@16:buffer=bf16", 0.16, 2.9e6),
@@ -229,6 +247,19 @@ def test_a_figure_of_made_up_records(tmp_path):
     assert all(f"<!-- {text} -->" in svg.read_text() for text in ("copy, 4.25 TB/s", "vllm: fp32@1", "512"))
     assert rows
     assert all((row["against_peer"] is None) == (row["implementation"] != "quantlab") for row in rows)
+
+
+def test_no_two_lines_of_a_figure_look_alike(tmp_path):
+    more = [
+        *(("quantlab", policy, 0.5, 3.0e6) for policy in ("fp16@1", "fp16@16", "fp16/nvfp4@16")),
+        *(("mamba_ssm", policy, 0.5, 3.0e6) for policy in ("fp32@1", "fp16@1")),
+        *(("vllm", "fp16@1", 0.5, 3.0e6), ("replayssm", "fp16@16:buffer=bf16", 0.5, 3.0e6)),
+    ]
+    made_up(tmp_path, batches=(8,), more=more)
+    styles = _styles(list(speed_rows(load_speed_records(tmp_path))))
+    assert len(styles) == 14
+    assert len({style.color for style in styles.values()}) == 14
+    assert len({(style.dash, style.marker) for style in styles.values()}) > 10
 
 
 def test_rows_have_an_order(tmp_path):
