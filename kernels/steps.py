@@ -95,6 +95,7 @@ def decode_token(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Te
     arguments.token(inputs, pool, plan.slots.shape[0])
     if reason := served(pool.policy, pool.family, pool.shape, pool.records):
         raise InputError("pool", str(pool.policy), f"a policy that kernels serve, not {reason}")
+    arguments.none_wait(plan, "step")
     output = arguments.output(output, pool, inputs)
     if output.numel():
         FAMILIES[pool.family].launch(pool, inputs, plan, output)

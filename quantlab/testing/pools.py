@@ -137,7 +137,7 @@ def _kernels_watched():
     arguments = importlib.import_module("quantlab.kernels.arguments")
     with (
         watched_allocations(),
-        unittest.mock.patch.object(arguments, "check_slots", lambda *_: None),
+        unittest.mock.patch.object(arguments, "check_numbers", lambda *_: None),
     ):
         yield
 
