@@ -16,7 +16,7 @@ from quantlab.kernels import arguments, delta_verify, mamba2_steps
 from quantlab.kernels.slots import accept_kernel, plan_commit_kernel, wait_kernel
 from quantlab.kernels.steps import ADVANCED_ROWS, launch
 from quantlab.recurrences import StepInputs
-from quantlab.schemes.checks import is_integer
+from quantlab.schemes import checks
 from quantlab.schemes.drafts import ORIGINS, CommitPlan, room
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import MAXIMUM_WINDOW, Policy, parse_policy
@@ -48,6 +48,7 @@ FAMILIES = {
 def served(policy: str | Policy, family: str, shape: StateShape) -> str | None:
     """What it is about ``policy``, for a layer of this shape, for which no kernel verifies drafts; None if one does."""
     policy = parse_policy(policy)
+    checks.whole_shape(shape)
     if reason := unpoolable(policy, family, shape):
         return f"what a pool has no layout for, which takes {reason}"
     if family not in FAMILIES:
@@ -86,7 +87,7 @@ def end_verify(plan: StepPlan, drafted: int) -> None:
             been verified.
     """
     counters, batch = arguments.counters(arguments.planned(plan, StepPlan).counters), plan.slots.shape[0]
-    if not is_integer(drafted) or not 1 <= drafted <= plan.window:
+    if not checks.is_integer(drafted) or not 1 <= drafted <= plan.window:
         raise InputError(
             "drafted", drafted, f"1 to {plan.window}, as many as were verified, a window at most"
         )

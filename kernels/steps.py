@@ -17,6 +17,7 @@ from quantlab.errors import InputError
 from quantlab.kernels import arguments, delta, hand_off, mamba2_steps, target
 from quantlab.kernels.slots import advance_kernel, plan_kernel
 from quantlab.recurrences import StepInputs
+from quantlab.schemes import checks
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import Policy, parse_policy
 from quantlab.schemes.pool import LayerPool, SlotCounters, unpoolable
@@ -54,6 +55,7 @@ def served(policy: str | Policy, family: str, shape: StateShape, records: int | 
 
 @functools.cache
 def _served(policy: Policy, family: str, shape: StateShape, records: int | None) -> str | None:
+    checks.whole_shape(shape)
     if reason := unpoolable(policy, family, shape):
         return f"what a pool has no layout for, which takes {reason}"
     if family not in FAMILIES:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantlab.errors import InputError
-from quantlab.kernels import steps, target
+from quantlab.kernels import drafts, steps, target
 from quantlab.recurrences import StepInputs
 from quantlab.schemes import StateShape, parse_policy
 from quantlab.schemes import steps as reference
@@ -296,6 +296,15 @@ UNSERVED = {
 def test_a_policy_without_a_kernel_says_why(policy):
     family, shape, reason = UNSERVED[policy]
     assert reason in steps.served(policy, family, shape)
+
+
+@pytest.mark.parametrize(
+    "shape", [None, (2, 16, 32, 1), StateShape(6, 16, 32, 4), StateShape(0, 16, 32, 1)], ids=str
+)
+def test_what_is_no_shape_is_refused_and_not_served(shape):
+    for module in (steps, drafts):
+        with pytest.raises(InputError, match=r"^(shape|key_heads) .*: expected "):
+            module.served("fp32@4", "mamba2", shape)
 
 
 def test_room_for_drafts_is_not_served():
