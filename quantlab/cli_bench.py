@@ -166,7 +166,7 @@ def _measure(
     from quantlab.kernels.bench_peers import load_peers
     from quantlab.kernels.bench_timing import GraphTimer, gpu_environment, obstacle
     from quantlab.records import check_output_folder, remove_stale
-    from quantlab.report.speed import speed_rows
+    from quantlab.report.speed import check_stored, speed_rows
     from quantlab.sweep.environment import capture_environment
 
     if reason := obstacle():
@@ -174,6 +174,7 @@ def _measure(
     folder = None if output is None else check_output_folder(check_output_folder(output) / "records")
     if folder is not None:
         remove_stale(folder)
+        check_stored(folder)
     peers, notes = load_peers(wanted)
     for note in notes:
         _say(note)

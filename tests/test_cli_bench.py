@@ -2,7 +2,9 @@
 
 import csv
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from quantlab.cli_bench import POLICIES
 from quantlab.errors import InputError
 from quantlab.kernels import bench_timing
 from quantlab.kernels.bench_timing import Times
-from quantlab.records import complete_record, load_records, save_record
+from quantlab.records import complete_record, load_records, record_path, save_record
 from quantlab.report.speed import _styles, draw_speed, in_order, load_speed_records, speed_rows
 from quantlab.schemes import drafts, steps
 
@@ -207,6 +209,68 @@ def test_a_failed_comparison_ends_with_status_1(clock, monkeypatch, tmp_path):
 def test_a_policy_without_a_kernel_is_no_failure(clock):
     output = bench("--shape", "2,16,32,1", "-p", "nvfp4@4", "--batch", 2)
     assert "not_served" in output
+
+
+BROKEN = {
+    "no bits": (lambda r: r["metrics"].pop("checkpoint_bits"), r"metrics.checkpoint_bits None"),
+    "no metrics": (lambda r: r["metrics"].clear(), r"metrics.checkpoint_bits None"),
+    "a text for a time": (lambda r: r["metrics"].update(us="4"), r"metrics.us '4'"),
+    "no time at all": (lambda r: r["metrics"].update(us=0), r"metrics.us 0"),
+    "a median alone": (lambda r: r["metrics"].pop("us_upper"), r"metrics.us_upper None"),
+    "a number for kernels": (lambda r: r["metrics"].update(kernels=5), r"metrics.kernels 5"),
+    "a text for a choice": (lambda r: r["metrics"].update(chosen="x"), r"metrics.chosen 'x'"),
+    "launches without a time": (
+        lambda r: r["metrics"].update(launches={"read": {"kernels": []}}),
+        r"metrics.launches",
+    ),
+    "a point without a batch": (lambda r: r["point"].pop("batch"), r"point.batch None"),
+    "a text for a size": (lambda r: r["point"].update(heads="64"), r"point.heads '64'"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_record_that_no_table_can_show_is_refused(change, message, clock, tmp_path, monkeypatch):
+    """By the figure, and by a run before it times anything."""
+    (tmp_path / "records").mkdir()
+    made_up(tmp_path / "records", batches=(8,))
+    record = load_records(tmp_path / "records")[0]
+    (tmp_path / "records" / record_path("", record["point"])).unlink()
+    change(record)
+    save_record(tmp_path / "records", record)
+    monkeypatch.setattr("quantlab.kernels.bench.run_cases", None)
+    for arguments in (("--figure", tmp_path), (*SMALL, "--output", tmp_path)):
+        with pytest.raises(InputError, match=rf"^record [0-9a-f]+\.json {message}.*: expected ") as raised:
+            bench(*arguments)
+        assert "\n" not in str(raised.value)
+    assert not (tmp_path / "bench.csv").exists()
+
+
+SCRIPTS = {
+    "nothing to report": ("run.py --report --output {}/none", "output "),
+    "no records": ("fit.py {}", "records folder "),
+    "no times": ("fit.py {}/failed", "records folder "),
+}
+
+
+@pytest.mark.parametrize(("command", "message"), SCRIPTS.values(), ids=SCRIPTS)
+def test_the_scripts_of_the_study_end_with_one_line(command, message, tmp_path):
+    (tmp_path / "failed").mkdir()
+    point = {
+        "kind": "bench",
+        "policy": "fp32@1",
+        "implementation": "quantlab",
+        "family": "mamba2",
+        "batch": 8,
+    }
+    point |= {"heads": 64, "value_dim": 64, "key_dim": 128, "key_heads": 8, "device": "x"}
+    result = {"status": "failed", "message": "no reason", "metrics": {"checkpoint_bits": 32}}
+    save_record(tmp_path / "failed", complete_record(point, result, environment={}))
+    script, *arguments = command.format(tmp_path).split()
+    path = Path(__file__).resolve().parent.parent / "experiments" / "kernels_h200" / script
+    done = subprocess.run([sys.executable, path, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {message}")
 
 
 # -- figures

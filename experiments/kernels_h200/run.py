@@ -6,6 +6,7 @@ python experiments/kernels_h200/run.py --output results/kernels_h200 --report   
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -154,7 +155,7 @@ def main() -> None:
         if any((output / "records").glob("*.json")):
             rows += _report(output)
     if options.report and not rows:
-        sys.exit(f"error: --output {options.output}: no records there, nor in its folder drafts")
+        raise InputError("output", str(options.output), "a folder with records of an earlier run")
     for line in held(rows):
         print(line)
     if left:
@@ -181,13 +182,16 @@ def _measure(options: argparse.Namespace, names: Sequence[str], folder: Path) ->
     from quantlab.kernels.bench import run_cases
     from quantlab.kernels.bench_timing import GraphTimer, gpu_environment, obstacle
     from quantlab.records import check_output_folder
+    from quantlab.report.speed import check_stored
     from quantlab.sweep.environment import capture_environment
 
     if reason := obstacle():
         sys.exit(f"error: this needs {reason}")
     check_output_folder(folder)
+    check_stored(folder)
     peers, notes = load_peers(parse_peers(options.peer))
-    print(*notes, sep="\n", file=sys.stderr)
+    for note in notes:
+        print(note, file=sys.stderr)
     parts = [PARTS[name] for name in names]
     cases = [
         case
@@ -350,12 +354,15 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=_seconds,
         default=480,
         help="no group of cases begins after so many (default: %(default)g)",
     )
     parser.add_argument(
-        "--measure-seconds", type=float, default=0.12, help="of replays for each time (default: %(default)g)"
+        "--measure-seconds",
+        type=_seconds,
+        default=0.12,
+        help="of replays for each time (default: %(default)g)",
     )
     parser.add_argument("--again", action="store_true", help="time what has a record too")
     parser.add_argument("--list", action="store_true", help="list the cases, of every peer; needs no GPU")
@@ -367,5 +374,18 @@ def _options() -> argparse.Namespace:
     return options
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError(text)
+    return value
+
+
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit("interrupted; records that were stored stay, and the same command goes on from them")

@@ -10,10 +10,10 @@ from typing import Any
 
 from quantlab.errors import InputError
 from quantlab.records import load_records, write_atomic
+from quantlab.report.check import SPEED_NUMBERS, check_speed
 from quantlab.report.load import BASELINE, Record, check_records
 
 OURS = "quantlab"
-NUMBERS = ("us", "us_lower", "us_upper", "bytes", "bytes_per_us", "of_copy", "copy_bandwidth")
 SHAPE = ("heads", "value_dim", "key_dim", "key_heads")
 
 Row = dict[str, Any]
@@ -24,14 +24,24 @@ Name = tuple[str, str, int]
 def load_speed_records(folder: str | os.PathLike[str]) -> list[Record]:
     """The bench records of ``folder``/records, or of ``folder`` itself.
 
-    Raises InputError if there are none, one is not valid, or they were measured under different protocols.
+    Raises InputError if there are none, one is not valid or holds what no table can show, or they were measured under
+    different protocols.
     """
     inner = Path(folder) / "records"
     found = [r for r in load_records(inner if inner.is_dir() else folder) if r["kind"] == "bench"]
     if not found:
         raise InputError("records folder", str(folder), "at least one record of quantlab bench")
+    for record in found:
+        check_speed(record)
     check_records(found)
     return found
+
+
+def check_stored(folder: str | os.PathLike[str]) -> None:
+    """InputError if ``folder`` holds a record that cannot be read, or that no table can show: before more are timed."""
+    for record in load_records(folder):
+        if record["kind"] == "bench":
+            check_speed(record)
 
 
 def speed_rows(records: Sequence[Record]) -> Iterator[Row]:
@@ -60,7 +70,7 @@ def speed_rows(records: Sequence[Record]) -> Iterator[Row]:
             "run": metrics.get("run"),
             "status": record["status"],
             "message": record["message"],
-            **{name: metrics.get(name) for name in NUMBERS},
+            **{name: metrics.get(name) for name in SPEED_NUMBERS},
             "against_baseline": tokens * base["metrics"]["us"] / mine if base and mine else None,
             "against_peer": _microseconds(best, tokens) / mine if best and mine else None,
             "peer": best["point"]["implementation"] if best else None,

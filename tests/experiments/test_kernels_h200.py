@@ -14,7 +14,7 @@ def test_a_ratio_that_rounds_to_its_target_is_shown_to_miss_it():
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [(("--report",), "no records there"), (("--peer", "vlm"), "error: peer 'vlm': expected one of fla,")],
+    [(("--report",), "a folder with records of an earlier run"), (("--peer", "vlm"), "error: peer 'vlm': expected one of fla,")],
 )
 def test_what_cannot_be_done_ends_with_one_line(tmp_path, monkeypatch, given, message):
     monkeypatch.setattr("sys.argv", ["run.py", "--output", str(tmp_path / "none"), *given])
