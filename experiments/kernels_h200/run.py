@@ -134,10 +134,7 @@ def with_bf16(text: str) -> str:
 
 def main() -> None:
     options = _options()
-    try:
-        parse_peers(options.peer)
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    parse_peers(options.peer)
     if options.list:
         for name in options.only:
             part = PARTS[name]
