@@ -1,7 +1,8 @@
 """What the decode kernels accept, looked at on the host before any launch and without waiting for the device.
 
 The numbers in device memory cannot be looked at so: a slot number that no slot has is skipped like padding, and that
-each slot stands at most once in a batch is the caller's promise.  On the CPU, where the interpreter runs, they are.
+each slot stands at most once in a batch, and that no drafts of it wait for a commit when tokens are read, is the
+caller's promise.  On the CPU, where the interpreter runs, they are.
 """
 
 import functools
@@ -17,8 +18,9 @@ from quantlab.recurrences import StepInputs, get_recurrence
 from quantlab.schemes.checks import is_integer
 from quantlab.schemes.drafts import CommitPlan
 from quantlab.schemes.ledger import StateShape
+from quantlab.schemes.policy import MAXIMUM_WINDOW
 from quantlab.schemes.pool import LayerPool, SlotCounters, allocate_pool
-from quantlab.schemes.steps import StepPlan, check_slots
+from quantlab.schemes.steps import StepPlan, check_numbers
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
@@ -26,7 +28,7 @@ INTEGERS = (torch.int32, torch.int64)
 Plan = TypeVar("Plan", StepPlan, CommitPlan)
 
 _checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Pools and counters that passed, by identity: their tensors do not change any more."""
+"""Pools, counters and plans that passed, by identity: their tensors do not change any more."""
 
 
 def counters(given: object) -> SlotCounters:
@@ -35,11 +37,13 @@ def counters(given: object) -> SlotCounters:
         raise InputError("counters", type(given).__name__, "SlotCounters")
     if _checked.get(id(given)) is given:
         return given
-    device, slots = given.cursor.device, given.cursor.shape[:1]
+    if not isinstance(given.cursor, Tensor) or given.cursor.ndim != 1:
+        raise InputError("counters.cursor", described(given.cursor), "int32 of shape (slots,)")
+    device, slots = given.cursor.device, tuple(given.cursor.shape)
     for name in ("cursor", "origin", "pending"):
-        tensor(f"counters.{name}", getattr(given, name), (torch.int32,), tuple(slots), device)
+        tensor(f"counters.{name}", getattr(given, name), (torch.int32,), slots, device)
     for name in ("store_numbers", "sequence_ids"):
-        tensor(f"counters.{name}", getattr(given, name), (torch.int64,), tuple(slots), device)
+        tensor(f"counters.{name}", getattr(given, name), (torch.int64,), slots, device)
     tensor("counters.seed", given.seed, (torch.int64,), (1,), device)
     runs_here("counters", device)
     _checked[id(given)] = given
@@ -69,7 +73,9 @@ def pool(given: object) -> LayerPool:
 
 def _layout(mine: LayerPool) -> LayerPool:
     """A pool of the same policy and shape as it should be, without memory."""
-    least = mine.policy.window - 1
+    least, ring = mine.policy.window - 1, mine.k_buffer
+    if ring is not None and (not isinstance(ring, Tensor) or ring.ndim != 4):
+        raise InputError("pool.k_buffer", described(ring), "a tensor of 4 dimensions, the third of records")
     if mine.records < least:
         value = f"{mine.records} ring positions"
         raise InputError("pool.k_buffer", value, f"at least {least} for the window of {mine.policy}")
@@ -83,14 +89,14 @@ def slots(given: object, shared: SlotCounters) -> Tensor:
         raise InputError("slots", described(given), "int32 of shape (B,)")
     tensor("slots", given, (torch.int32,), (given.shape[0],), shared.cursor.device)
     if given.device.type == "cpu":
-        check_slots(shared, given)
+        check_numbers(shared, given)
     return given
 
 
 def window(given: object) -> int:
     """InputError unless ``given`` is a window."""
-    if not is_integer(given) or given < 1:  # type: ignore[operator]
-        raise InputError("window", given, "an integer of at least 1")
+    if not is_integer(given) or not 1 <= given <= MAXIMUM_WINDOW:  # type: ignore[operator]
+        raise InputError("window", given, f"an integer from 1 to {MAXIMUM_WINDOW}")
     return given  # type: ignore[return-value]
 
 
@@ -110,7 +116,28 @@ def planned(given: object, kind: type[Plan]) -> Plan:
     if not isinstance(given, kind):
         maker = "begin_step" if kind is StepPlan else "begin_commit"
         raise InputError("plan", type(given).__name__, f"what {maker} returned")
+    if _checked.get(id(given)) is given:
+        return given
+    device = counters(given.counters).cursor.device
+    window(given.window)
+    batch = given.slots.shape[:1] if isinstance(given.slots, Tensor) else ()
+    for name, value in vars(given).items():
+        if name not in ("counters", "window"):
+            sizes = (1,) if name == "flush_count" else tuple(batch)
+            tensor(f"plan.{name}", value, (torch.int32,), sizes, device)
+    _checked[id(given)] = given
     return given
+
+
+def none_wait(given: StepPlan, operation: str) -> None:
+    """InputError if drafts of a slot of the plan wait for a commit; looked at on the CPU alone."""
+    pending = given.counters.pending
+    if pending.device.type != "cpu":
+        return
+    inside = given.slots[(given.slots >= 0) & (given.slots < len(pending))]
+    for slot in inside[pending[inside.long()] > 0].tolist():
+        value = f"{operation} with {int(pending[slot])} drafts pending in slot {slot}"
+        raise InputError("operation", value, "a commit first, of none of them at least")
 
 
 def counts(given: object, slots: Tensor) -> Tensor:
@@ -126,7 +153,11 @@ def token(given: object, mine: LayerPool, batch: int) -> StepInputs:
 
 def drafts(given: object, mine: LayerPool, batch: int, most: int) -> StepInputs:
     """InputError unless ``given`` are 1 to ``most`` drafts of ``batch`` rows, in memory that kernels can read."""
-    count = given.v.shape[1] if isinstance(given, StepInputs) and given.v.ndim == 4 else 1
+    if not isinstance(given, StepInputs):
+        raise InputError("tokens", type(given).__name__, "StepInputs")
+    if not isinstance(given.v, Tensor):
+        raise InputError("tokens.v", described(given.v), "a tensor of shape (B, T, heads, value_dim)")
+    count = given.v.shape[1] if given.v.ndim == 4 else 1
     if not 1 <= count <= most:
         expected = f"1 to {most}, which the pool has room for and which complete one window at most"
         raise InputError("tokens", f"{count} drafted tokens", expected)
@@ -169,7 +200,7 @@ def prefill(given: object, numbers: object, mine: LayerPool) -> tuple[Tensor, Te
     tensor("slots", numbers, INTEGERS, (count,), mine.device)
     tensor("initial", given, FLOATS, (count, shape.heads, shape.value_dim, shape.key_dim), mine.device)
     if numbers.device.type == "cpu":
-        check_slots(mine.counters, numbers.int())
+        check_numbers(mine.counters, numbers)
     assert isinstance(given, Tensor)
     return numbers, given
 

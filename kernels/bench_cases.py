@@ -177,7 +177,10 @@ def parse_shape(text: str) -> StateShape:
     parts = text.split(",")
     if len(parts) != 4 or not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
         raise InputError("shape", text, "HEADS,VALUE_DIM,KEY_DIM,KEY_HEADS, for example 64,64,128,8")
-    shape = StateShape(*(int(part) for part in parts))
+    numbers = [int(part) for part in parts]
+    if 0 in numbers:
+        raise InputError("shape", text, "integers above zero, for example 64,64,128,8")
+    shape = StateShape(*numbers)
     checks.whole_shape(shape)
     return shape
 
@@ -202,7 +205,8 @@ def expand(
     window then verify so many instead of taking steps, beside ``fp32@1`` in any case, and so do peers: verifying says
     under which policies.  chosen: at batches where another policy is chosen in place of one of these
     (``kernels.choice``) that one is timed, too.
-    Raises InputError for a policy that does not fit the family, a batch outside 1 to 1024, and drafts outside 1 to 64.
+    Raises InputError for a policy that does not fit the family, a batch outside 1 to 1024, drafts outside 1 to 64, and
+    drafts of which neither a policy nor a peer verifies any.
     """
     checks.whole_shape(shape)
     for count in drafts:
@@ -213,6 +217,8 @@ def expand(
     )
     for text in parsed:
         check_policy_fits(parse_policy(text), family)
+    if drafts and not verifying and all(parse_policy(text).window == 1 for text in parsed):
+        raise InputError("drafts", drafts[0], "a policy with a window: those with @1 verify none")
     for batch in batches:
         if not checks.is_integer(batch) or not 1 <= batch <= LARGEST_BATCH:
             raise InputError("batch", batch, f"1 to {LARGEST_BATCH} rows")

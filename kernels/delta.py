@@ -20,7 +20,6 @@ from quantlab.kernels.delta_launch import (
     Launch,
     Scratch,
     copied,
-    origin,
     random,
     scratch_of,
     sizes,
@@ -30,6 +29,7 @@ from quantlab.kernels.delta_launch import (
 )
 from quantlab.kernels.delta_read import read_kernel
 from quantlab.kernels.delta_tiles import LANES_A_ROW
+from quantlab.kernels.slots import origin
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import Policy

@@ -14,7 +14,6 @@ from quantlab.kernels.delta_launch import (
     Scratch,
     coefficient_sizes,
     copied,
-    origin,
     random,
     sizes,
     stored,
@@ -24,6 +23,7 @@ from quantlab.kernels.delta_launch import (
 from quantlab.kernels.delta_product import product_fold_kernel
 from quantlab.kernels.delta_systems import window_system_kernel
 from quantlab.kernels.scales import global_options, recipe_of
+from quantlab.kernels.slots import origin
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.drafts import CommitPlan
 from quantlab.schemes.pool import LayerPool

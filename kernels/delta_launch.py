@@ -11,7 +11,7 @@ from quantlab.kernels.checkpoints import store_of
 from quantlab.kernels.delta_choices import Tuning
 from quantlab.kernels.delta_tiles import LANES_A_ROW, inner_of
 from quantlab.recurrences import StepInputs
-from quantlab.schemes.drafts import CommitPlan, room
+from quantlab.schemes.drafts import CommitPlan
 from quantlab.schemes.pool import LayerPool
 from quantlab.schemes.steps import StepPlan
 from quantlab.schemes.store import CHECKPOINT_PART
@@ -81,12 +81,6 @@ def scratch_of(
         keys_before=memory(*parts, dtype=torch.bfloat16) if product and by_key else None,
         keys_after=memory(*turned, dtype=torch.bfloat16) if product else None,
     )
-
-
-def origin(pool: LayerPool) -> Tensor | None:
-    """Windows move along the ring where there is room for drafts and a window is not the whole ring."""
-    moves = room(pool) and pool.policy.window % pool.records
-    return pool.counters.origin if moves else None
 
 
 def stored(pool: LayerPool) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from quantlab.kernels.delta_drafts import (
 )
 from quantlab.kernels.delta_flush import fold_launch, product_launch, system_launch
 from quantlab.kernels.delta_launch import Launch
+from quantlab.kernels.slots import origin
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.drafts import CommitPlan
 from quantlab.schemes.ledger import StateShape
@@ -89,7 +90,7 @@ def window_launch(
     arguments = {
         "positions": plan.positions,
         "slots": plan.slots,
-        "origin": delta_launch.origin(pool),
+        "origin": origin(pool),
         "k_buffer": pool.k_buffer,
         "log_decay_buffer": pool.log_decay_buffer,
         "beta_buffer": pool.beta_buffer,
@@ -136,7 +137,7 @@ def read_launch(
         "v_buffer": pool.v_buffer,
         "positions": plan.positions,
         "slots": plan.slots,
-        "origin": delta_launch.origin(pool),
+        "origin": origin(pool),
         **{name: given[name] for name in ("q", "k", "v", "beta")},
         **scratch,
         "output": output,

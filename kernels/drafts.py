@@ -16,7 +16,7 @@ from quantlab.kernels import arguments, delta_verify, mamba2_steps
 from quantlab.kernels.slots import accept_kernel, plan_commit_kernel, wait_kernel
 from quantlab.kernels.steps import ADVANCED_ROWS, launch
 from quantlab.recurrences import StepInputs
-from quantlab.schemes.checks import is_integer
+from quantlab.schemes import checks
 from quantlab.schemes.drafts import ORIGINS, CommitPlan, room
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import MAXIMUM_WINDOW, Policy, parse_policy
@@ -48,6 +48,7 @@ FAMILIES = {
 def served(policy: str | Policy, family: str, shape: StateShape) -> str | None:
     """What it is about ``policy``, for a layer of this shape, for which no kernel verifies drafts; None if one does."""
     policy = parse_policy(policy)
+    checks.whole_shape(shape)
     if reason := unpoolable(policy, family, shape):
         return f"what a pool has no layout for, which takes {reason}"
     if family not in FAMILIES:
@@ -71,6 +72,7 @@ def verify_tokens(
     family = FAMILIES[pool.family]
     most = min(room(pool), pool.policy.window, family.most)
     arguments.drafts(tokens, pool, plan.slots.shape[0], most)
+    arguments.none_wait(plan, "verify")
     output = arguments.output(output, pool, tokens)
     if output.numel():
         family.verify(pool, tokens, plan, output)
@@ -81,11 +83,14 @@ def end_verify(plan: StepPlan, drafted: int) -> None:
     """Say that ``drafted`` tokens wait behind the cursor of every slot of the plan, once all layers are through.
 
     Raises:
-        InputError: ``plan`` is not what ``begin_step`` returned, or ``drafted`` is no number of tokens.
+        InputError: ``plan`` is not what ``begin_step`` returned, or ``drafted`` is no number of tokens that can have
+            been verified.
     """
     counters, batch = arguments.counters(arguments.planned(plan, StepPlan).counters), plan.slots.shape[0]
-    if not is_integer(drafted) or drafted < 1:
-        raise InputError("drafted", drafted, "an integer of at least 1")
+    if not checks.is_integer(drafted) or not 1 <= drafted <= plan.window:
+        raise InputError(
+            "drafted", drafted, f"1 to {plan.window}, as many as were verified, a window at most"
+        )
     if batch:
         given = counters.pending, plan.slots, drafted, batch, counters.slots
         launch(wait_kernel, -(-batch // ADVANCED_ROWS), *given, BLOCK=ADVANCED_ROWS)

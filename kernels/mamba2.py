@@ -11,9 +11,10 @@ Layout (S slots, B rows of the batch; ``slots[b]`` is the row's slot, negative f
     cursor       (S,) int32              records in the window, 0 to L - 1; L - 1 makes this step a flush
     q, k (B, G, N);  d (B, H, P);  log_decay (B, H);  output (B, H, P)
 
-RING is a power of two from L - 1 on, J one from L on.  A layer's step is ``window`` and ``read`` for rows that do not
-flush, and beside them ``flush`` for those that do; where a flush is read from the copy (VIEWED), too, ``window`` and
-``read`` are for all rows.  ``slots`` has what serves all layers before and after a step.
+RING is a power of two from L - 1 on, J one from L on.  The records of a window begin at ``origin`` (S,) of the ring, at
+0 where that is None.  A layer's step is ``window`` and ``read`` for rows that do not flush, and beside them ``flush``
+for those that do; where a flush is read from the copy (VIEWED), too, ``window`` and ``read`` are for all rows.
+``slots`` has what serves all layers before and after a step.
 """
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
@@ -27,6 +28,7 @@ from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.checkpoints import decoded_tile, store_tile
 from quantlab.kernels.copy_tiles import copy_rows
 from quantlab.kernels.decode import widened
+from quantlab.kernels.flush import ring_place
 from quantlab.kernels.packed import (
     HALF_UNIT,
     LOW_QUERY,
@@ -41,7 +43,7 @@ from quantlab.kernels.succession import let_follower_begin, wait_for_predecessor
 
 @triton.jit
 def window_kernel(
-    positions, slots, k_buffer, log_decays, q, k, log_decay, coefficients, decays,
+    positions, slots, origin, k_buffer, log_decays, q, k, log_decay, coefficients, decays,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr, J: tl.constexpr, RING: tl.constexpr,
     VIEWED: tl.constexpr, HEADS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -63,10 +65,16 @@ def window_kernel(
     if (n < 0) | (n >= (L if VIEWED else L - 1)):
         return
     keys_at = k_buffer + (slot * G + g) * (RING * N)
-    keys = widened(tl.load(keys_at + j[:, None] * N + column[None, :], mask=(j < n)[:, None], other=0))
+    start = None
+    if origin is not None:
+        start = tl.load(origin + slot)
+    place = ring_place(j, start, RING)
+    keys = widened(tl.load(keys_at + place[:, None] * N + column[None, :], mask=(j < n)[:, None], other=0))
     gates_at = log_decays + (slot * H + h)[:, None] * RING
-    later = tl.load(gates_at + j[None, :] + 1, mask=(j + 1 < n)[None, :] & inside[:, None], other=0)
-    first = tl.load(log_decays + (slot * H + h) * RING, mask=inside & (n > 0), other=0)
+    following = ring_place(j[None, :] + 1, start, RING)
+    later = tl.load(gates_at + following, mask=(j + 1 < n)[None, :] & inside[:, None], other=0)
+    oldest = log_decays + (slot * H + h) * RING + ring_place(0, start, RING)
+    first = tl.load(oldest, mask=inside & (n > 0), other=0)
     keys = tl.where((j == n)[:, None], widened(token)[None, :], keys)
     match = tl.sum(keys * query[None, :], 1)
     later = tl.where((j + 1 == n)[None, :], current[:, None], later)
@@ -75,8 +83,9 @@ def window_kernel(
     whole = tl.exp(tl.sum(later, 1) + tl.where(n > 0, first, current))
     tl.store(decays + b * H + h, whole, mask=inside)
     appended = n < L - 1
-    tl.store(keys_at + n * N + column, narrowed(token, k_buffer.dtype.element_ty), mask=appended)
-    tl.store(log_decays + (slot * H + h) * RING + n, current, mask=inside & appended)
+    behind = ring_place(n, start, RING)
+    tl.store(keys_at + behind * N + column, narrowed(token, k_buffer.dtype.element_ty), mask=appended)
+    tl.store(log_decays + (slot * H + h) * RING + behind, current, mask=inside & appended)
 
 
 @triton.jit
@@ -90,7 +99,7 @@ def record_columns(weight, c, first: tl.constexpr):
 
 @triton.jit
 def read_copy_kernel(
-    words, scales, global_scale, d_buffer, positions, slots, q, d, coefficients, decays, output,
+    words, scales, global_scale, d_buffer, positions, slots, origin, q, d, coefficients, decays, output,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr, VIEWED: tl.constexpr, R: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +140,11 @@ def read_copy_kernel(
     else:
         place = (row // P) * (RING * P) + row % P
     place = tl.max_contiguous(tl.multiple_of(place, 16), 16)  # heads and tiles are multiples of 16 rows
-    records = tl.load(records_at + (place[None, :] + j[:, None] * P), mask=(j < n)[:, None], other=0)
+    start = None
+    if origin is not None:
+        start = tl.load(origin + slot)
+    record = ring_place(j, start, RING)
+    records = tl.load(records_at + (place[None, :] + record[:, None] * P), mask=(j < n)[:, None], other=0)
     unit = tl.load(global_scale + slot * H + h) * HALF_UNIT * query_unit
     wait_for_predecessor(OVERLAP)
     weight = tl.load(coefficients + (b * H + h) * J + j, mask=j < J, other=0)
@@ -165,7 +178,8 @@ def read_copy_kernel(
         result += tl.sum(widened(records) * row_weight, 0)
     result += widened(token) * own
     tl.store(output + (b * H + g * (H // G)) * P + row, narrowed(result, output.dtype.element_ty))
-    tl.store(records_at + place + n * P, narrowed(token, d_buffer.dtype.element_ty), mask=n < L - 1)
+    appended = narrowed(token, d_buffer.dtype.element_ty)
+    tl.store(records_at + place + ring_place(n, start, RING) * P, appended, mask=n < L - 1)
 
 
 @triton.jit
@@ -187,7 +201,7 @@ def stored_rows(
 
 @triton.jit
 def read_kernel(
-    checkpoint, checkpoint_scales, d_buffer, positions, slots, q, d, coefficients, decays, output,
+    checkpoint, checkpoint_scales, d_buffer, positions, slots, origin, q, d, coefficients, decays, output,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr, VIEWED: tl.constexpr, R: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -206,8 +220,12 @@ def read_kernel(
     row, record = first + r, (slot * H + h) * (RING * P)
     state_row = (slot * H + h) * P + first
     state = stored_rows(checkpoint, checkpoint_scales, state_row, R, N, STORE)
+    start = None
+    if origin is not None:
+        start = tl.load(origin + slot)
+    place = ring_place(j, start, RING)
     records = tl.load(
-        d_buffer + (record + first) + (j[:, None] * P + r[None, :]), mask=(j < n)[:, None], other=0
+        d_buffer + (record + first) + (place[:, None] * P + r[None, :]), mask=(j < n)[:, None], other=0
     )
     query = widened(tl.load(q + (b * G + g) * N + column))
     wait_for_predecessor(OVERLAP)
@@ -218,7 +236,8 @@ def read_kernel(
     result += tl.sum(widened(records) * weight[:, None], 0)
     result += widened(token) * own
     tl.store(output + (b * H + h) * P + row, narrowed(result, output.dtype.element_ty))
-    tl.store(d_buffer + record + n * P + row, narrowed(token, d_buffer.dtype.element_ty), mask=n < L - 1)
+    appended = narrowed(token, d_buffer.dtype.element_ty)
+    tl.store(d_buffer + record + ring_place(n, start, RING) * P + row, appended, mask=n < L - 1)
 
 
 # Triton would compile anew for a stream that is a multiple of 16.

@@ -20,6 +20,7 @@ from quantlab.kernels.mamba2 import read_copy_kernel, read_kernel, step_kernel, 
 from quantlab.kernels.mamba2_drafts import draft_read_copy_kernel, draft_read_kernel, draft_window_kernel
 from quantlab.kernels.plain_copies import copy_store_of
 from quantlab.kernels.scales import global_options, recipe_of
+from quantlab.kernels.slots import origin
 from quantlab.recurrences import StepInputs
 from quantlab.schemes.drafts import CommitPlan
 from quantlab.schemes.ledger import StateShape
@@ -170,10 +171,12 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
     heads, groups, lanes, overlap = shape.heads, shape.key_heads, _lanes(pool), target.overlaps(pool.device)
     coefficients = torch.empty((batch, heads, lanes), dtype=torch.float32, device=pool.device)
     decays = torch.empty((batch, heads), dtype=torch.float32, device=pool.device)
-    sizes, held = _sizes(shape), {"L": window, "J": lanes, "RING": pool.records, "VIEWED": _viewed(pool)}
+    start, sizes = origin(pool), _sizes(shape)
+    held = {"L": window, "J": lanes, "RING": pool.records, "VIEWED": _viewed(pool)}
     _any(window_kernel)[(batch * groups,)](
         plan.positions,
         plan.slots,
+        start,
         pool.k_buffer,
         pool.log_decay_buffer,
         inputs.q,
@@ -200,6 +203,7 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
             pool.d_buffer,
             plan.positions,
             plan.slots,
+            start,
             inputs.q,
             inputs.v,
             coefficients,
@@ -214,6 +218,7 @@ def _read(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: torch.Ten
         pool.d_buffer,
         plan.positions,
         plan.slots,
+        start,
         inputs.q,
         inputs.v,
         coefficients,
@@ -252,7 +257,7 @@ def _flush(
         pool.k_buffer,
         pool.d_buffer,
         pool.log_decay_buffer,
-        None if inputs is not None else pool.counters.origin,
+        origin(pool),
         *token,
         output,
         *_random(pool),

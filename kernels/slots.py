@@ -6,6 +6,17 @@ the device, and nothing may be written out of bounds.
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from quantlab.schemes.drafts import room
+from quantlab.schemes.pool import LayerPool
+
+
+def origin(pool: LayerPool) -> Tensor | None:
+    """Windows move along the ring where there is room for drafts and a window is not the whole ring."""
+    moves = room(pool) and pool.policy.window % pool.records
+    return pool.counters.origin if moves else None
+
 
 # Triton would compile anew for every number of rows that is 1 or a multiple of 16.
 

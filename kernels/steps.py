@@ -17,6 +17,7 @@ from quantlab.errors import InputError
 from quantlab.kernels import arguments, delta, hand_off, mamba2_steps, target
 from quantlab.kernels.slots import advance_kernel, plan_kernel
 from quantlab.recurrences import StepInputs
+from quantlab.schemes import checks
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import Policy, parse_policy
 from quantlab.schemes.pool import LayerPool, SlotCounters, unpoolable
@@ -54,6 +55,7 @@ def served(policy: str | Policy, family: str, shape: StateShape, records: int | 
 
 @functools.cache
 def _served(policy: Policy, family: str, shape: StateShape, records: int | None) -> str | None:
+    checks.whole_shape(shape)
     if reason := unpoolable(policy, family, shape):
         return f"what a pool has no layout for, which takes {reason}"
     if family not in FAMILIES:
@@ -95,6 +97,7 @@ def decode_token(pool: LayerPool, inputs: StepInputs, plan: StepPlan, output: Te
     arguments.token(inputs, pool, plan.slots.shape[0])
     if reason := served(pool.policy, pool.family, pool.shape, pool.records):
         raise InputError("pool", str(pool.policy), f"a policy that kernels serve, not {reason}")
+    arguments.none_wait(plan, "step")
     output = arguments.output(output, pool, inputs)
     if output.numel():
         FAMILIES[pool.family].launch(pool, inputs, plan, output)

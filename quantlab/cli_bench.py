@@ -66,14 +66,27 @@ def bench(
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(metavar="HEADS,VALUE_DIM,KEY_DIM,KEY_HEADS", help="Of a layer; repeat for several."),
+        typer.Option(
+            metavar="HEADS,VALUE_DIM,KEY_DIM,KEY_HEADS",
+            help="Of a layer; repeat for several (default: "
+            f"{'; '.join(f'{name} {text}' for name, text in SHAPES.items())}).",
+        ),
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", "-p", help="Policy text; repeat for several.", metavar="POLICY"),
+        typer.Option(
+            "--policy",
+            "-p",
+            help="Policy text; repeat for several (default: fp32@1 and, with buffer=bf16, fp32@16, fp32/nvfp4@16, "
+            "fp16+sr/nvfp4@16 and fp8+sr/nvfp4@16).",
+            metavar="POLICY",
+        ),
     ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(help="Rows decoded together, 1 to 1024; repeat for several.")
+        list[int] | None,
+        typer.Option(
+            help=f"Rows decoded together, 1 to 1024; repeat for several (default: {', '.join(map(str, BATCHES))})."
+        ),
     ] = None,
     drafts: Annotated[
         list[int] | None,
@@ -92,7 +105,8 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="NAME[=PATH]",
-            help="Kernels to time beside ours: vllm, replayssm, mamba_ssm or fla, installed or from a source tree.",
+            help="Kernels to time beside ours: vllm, replayssm, mamba_ssm or fla, installed or from a source tree; "
+            "those that have the family.",
         ),
     ] = None,
     output: Annotated[
@@ -114,8 +128,9 @@ def bench(
 ) -> None:
     """Time one decode step of one layer, amortised over the window, after a comparison with plain torch."""
     if figure is not None:
-        given = {"model": model, "shape": shape, "policy": policy, "batch": batch, "drafts": drafts}
-        _only("figure", given | {"choose": choose, "peer": peer})
+        given = {"model": model, "family": family, "shape": shape, "policy": policy, "batch": batch}
+        given |= {"drafts": drafts, "choose": choose, "peer": peer, "again": again, "dry-run": dry_run}
+        _only("figure", given | {"bandwidth": bandwidth}, "shows every record of its folder")
         _redraw(figure, output or figure, as_json)
         return
     if bandwidth is not None and not dry_run:
@@ -129,6 +144,7 @@ def bench(
         return _cases(family, shapes, policy, batch, offered, drafts, choose)
 
     if dry_run:
+        _only("dry-run", {"output": output, "again": again}, "times nothing and keeps no record")
         cases = cases_of(lambda drafts: {name: offered(name, family, drafts) for name in wanted})
         _list(cases, bandwidth or DRY_BANDWIDTH, as_json)
         return
@@ -150,7 +166,7 @@ def _measure(
     from quantlab.kernels.bench_peers import load_peers
     from quantlab.kernels.bench_timing import GraphTimer, gpu_environment, obstacle
     from quantlab.records import check_output_folder, remove_stale
-    from quantlab.report.speed import speed_rows
+    from quantlab.report.speed import check_stored, speed_rows
     from quantlab.sweep.environment import capture_environment
 
     if reason := obstacle():
@@ -158,6 +174,7 @@ def _measure(
     folder = None if output is None else check_output_folder(check_output_folder(output) / "records")
     if folder is not None:
         remove_stale(folder)
+        check_stored(folder)
     peers, notes = load_peers(wanted)
     for note in notes:
         _say(note)
@@ -204,10 +221,10 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _only(name: str, others: dict[str, Any]) -> None:
+def _only(name: str, others: dict[str, Any], what: str) -> None:
     for other, value in others.items():
         if value:
-            raise InputError(other, value, f"nothing beside --{name}, which shows every record of its folder")
+            raise InputError(other, value, f"nothing beside --{name}, which {what}")
 
 
 def _layers(
@@ -266,6 +283,7 @@ def _list(cases: "list[Case]", bandwidth: float, as_json: bool) -> None:
                 "token_bytes": found.tokens,
                 "wall_us": found.bytes / (bandwidth * 1e6),
                 "launches": launch_bytes(case),
+                "not_served": _not_served(case),
             }
         )
     if as_json:
@@ -295,8 +313,21 @@ def _list(cases: "list[Case]", bandwidth: float, as_json: bool) -> None:
         "wall_us",
     ]
     right = ["batch", "drafts", "read", "written", "bytes", "token_bytes", "wall_us"]
-    title = f"{cases[0].family}: what a step of a layer moves, amortised over the window"
+    what = _timed(any(case.drafts for case in cases))
+    title = f"{cases[0].family}: what {what} of a layer moves, amortised over the window"
     print_table(title, rows, columns, names, right, ["batch", "policy", "bytes", "wall_us"])
+    reasons = {(row["policy"], row["shape"]): row["not_served"] for row in rows if row["not_served"]}
+    for (text, shape), reason in reasons.items():
+        typer.echo(f"{text} at {shape}, not served by kernels: {reason}")
+
+
+def _not_served(case: "Case") -> str | None:
+    """Why no kernel of ours serves it."""
+    from quantlab.kernels import drafts, steps
+
+    if case.implementation != "quantlab":
+        return None
+    return (drafts if case.drafts else steps).served(case.policy, case.family, case.shape)
 
 
 def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
@@ -307,13 +338,18 @@ def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
         mine = [_shown(row) for row in rows if _layer(row) == key]
         columns = [name for name in _NAMES if any(row[name] not in (None, "") for row in mine)]
         narrow = [name for name in columns if name not in ("quartiles", "megabytes", "kernels", "who")]
-        print_table(f"{key}: a step of a layer", mine, columns, _NAMES, _RIGHT, narrow)
+        what = _timed(any(row["drafts"] for row in mine))
+        print_table(f"{key}: {what} of a layer", mine, columns, _NAMES, _RIGHT, narrow)
         _print_launches([row for row in rows if _layer(row) == key])
     for row in rows:
         if row["message"]:
             who = row["policy"] if row["implementation"] == "quantlab" else row["implementation"]
             who += f" with {row['drafts']} drafts" if row["drafts"] else ""
             typer.echo(f"{who} at batch {row['batch']}, {row['status']}: {row['message']}")
+
+
+def _timed(drafts: object) -> str:
+    return "a step, or a verification of drafts and its commit," if drafts else "a step"
 
 
 def _layer(row: dict[str, Any]) -> str:

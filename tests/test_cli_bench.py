@@ -2,7 +2,9 @@
 
 import csv
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ from quantlab.cli_bench import POLICIES
 from quantlab.errors import InputError
 from quantlab.kernels import bench_timing
 from quantlab.kernels.bench_timing import Times
-from quantlab.records import complete_record, load_records, save_record
-from quantlab.report.speed import draw_speed, in_order, load_speed_records, speed_rows
+from quantlab.records import complete_record, load_records, record_path, save_record
+from quantlab.report.speed import _styles, draw_speed, in_order, load_speed_records, speed_rows
 from quantlab.schemes import drafts, steps
 
 
@@ -47,6 +49,15 @@ def test_a_dry_run_lists_bytes_and_the_wall():
     assert output.count("replayssm") == output.count("vllm") == 2
 
 
+def test_a_dry_run_says_what_no_kernel_serves():
+    given = "--dry-run", "--shape", "4,20,32,2", "-p", "nvfp4@16", "-p", "fp32@1", "--batch", 1, "--batch", 2
+    lines = [line for line in bench(*given).splitlines() if "not served" in line]
+    assert len(lines) == 2
+    assert lines[0].startswith("fp32@1 at 4,20,32,2, not served by kernels: a value dim")
+    assert {row["not_served"] is None for row in objects(*given)} == {False}
+    assert {row["not_served"] for row in objects("--dry-run", "--peer", "vllm")} == {None}
+
+
 def test_a_model_gives_the_shape():
     (row,) = objects("--dry-run", "--model", "kimi-linear-48b-a3b", "-p", "fp32@1", "--batch", 1)
     assert (row["family"], row["shape"]) == ("kimi_delta", "32,128,128,32")
@@ -61,7 +72,7 @@ def test_drafts_are_listed_beside_steps_of_the_baseline():
     assert (step["policy"], step["drafts"]) == ("fp32@1", None)
     assert (verify["policy"], verify["drafts"]) == ("fp32/nvfp4@16", 4)
     assert verify["token_bytes"] == 4 * step["token_bytes"]
-    assert "drafts" in bench(*given)
+    assert "a step, or a verification of drafts and its commit" in " ".join(bench(*given).split())
     assert "drafts" not in bench(*given[:-2])
 
 
@@ -80,6 +91,7 @@ def test_without_a_gpu_one_line_says_what_is_needed(tmp_path):
         ("--batch 1025", "1 to 1024"),
         ("--shape 64,64,128", "shape '64,64,128'"),
         ("--shape 64,64,128,7 --dry-run", "divisor of heads"),
+        ("--shape 64,64,0,8 --dry-run", "shape '64,64,0,8': expected integers above zero"),
         ("--family mamba1 --dry-run", "family 'mamba1'"),
         ("--model nothing", "model 'nothing'"),
         ("--model Mamba2-2.7B --family mamba2", "not both"),
@@ -89,7 +101,11 @@ def test_without_a_gpu_one_line_says_what_is_needed(tmp_path):
         ("--peer vllm=/nowhere", "vllm=PATH"),
         ("--bandwidth 3", "--dry-run"),
         ("--drafts 0 --dry-run", "drafts 0"),
+        ("--drafts 4 -p fp32@1 --dry-run", "drafts 4: expected a policy with a window"),
         ("--figure . --batch 3", "nothing beside --figure"),
+        ("--figure . --family kimi_delta", "nothing beside --figure"),
+        ("--figure . --dry-run", "nothing beside --figure"),
+        ("--dry-run --output results/none", "nothing beside --dry-run, which times nothing"),
         ("--figure /nowhere", "existing folder"),
     ],
 )
@@ -169,7 +185,10 @@ def test_drafts_have_a_row_and_a_ratio(clock, tmp_path, monkeypatch):
     assert (verify["policy"], verify["drafts"]) == ("fp32/nvfp4@4", "2")
     ratio = 2 * float(step["us"]) / float(verify["us"])
     assert float(verify["against_baseline"]) == pytest.approx(ratio)
-    assert (tmp_path / "speed-mamba2-2x16x32x1.png").stat().st_size > 10_000
+    words = (tmp_path / "speed-mamba2-2x16x32x1.svg").read_text()
+    shown = "fp32@1, one step", "fp32/nvfp4@4, 2 drafts"
+    assert all(f"<!-- {text} -->" in words for text in shown)
+    assert "<!-- mamba2, 2 heads of 16 x 32, 1 key head; a made-up device -->" in words
 
 
 def test_a_failed_comparison_ends_with_status_1(clock, monkeypatch, tmp_path):
@@ -192,10 +211,73 @@ def test_a_policy_without_a_kernel_is_no_failure(clock):
     assert "not_served" in output
 
 
+BROKEN = {
+    "no bits": (lambda r: r["metrics"].pop("checkpoint_bits"), r"metrics.checkpoint_bits None"),
+    "no metrics": (lambda r: r["metrics"].clear(), r"metrics.checkpoint_bits None"),
+    "a text for a time": (lambda r: r["metrics"].update(us="4"), r"metrics.us '4'"),
+    "no time at all": (lambda r: r["metrics"].update(us=0), r"metrics.us 0"),
+    "a median alone": (lambda r: r["metrics"].pop("us_upper"), r"metrics.us_upper None"),
+    "a number for kernels": (lambda r: r["metrics"].update(kernels=5), r"metrics.kernels 5"),
+    "a text for a choice": (lambda r: r["metrics"].update(chosen="x"), r"metrics.chosen 'x'"),
+    "launches without a time": (
+        lambda r: r["metrics"].update(launches={"read": {"kernels": []}}),
+        r"metrics.launches",
+    ),
+    "a point without a batch": (lambda r: r["point"].pop("batch"), r"point.batch None"),
+    "a text for a size": (lambda r: r["point"].update(heads="64"), r"point.heads '64'"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_record_that_no_table_can_show_is_refused(change, message, clock, tmp_path, monkeypatch):
+    """By the figure, and by a run before it times anything."""
+    (tmp_path / "records").mkdir()
+    made_up(tmp_path / "records", batches=(8,))
+    record = load_records(tmp_path / "records")[0]
+    (tmp_path / "records" / record_path("", record["point"])).unlink()
+    change(record)
+    save_record(tmp_path / "records", record)
+    monkeypatch.setattr("quantlab.kernels.bench.run_cases", None)
+    for arguments in (("--figure", tmp_path), (*SMALL, "--output", tmp_path)):
+        with pytest.raises(InputError, match=rf"^record [0-9a-f]+\.json {message}.*: expected ") as raised:
+            bench(*arguments)
+        assert "\n" not in str(raised.value)
+    assert not (tmp_path / "bench.csv").exists()
+
+
+SCRIPTS = {
+    "nothing to report": ("run.py --report --output {}/none", "output "),
+    "no records": ("fit.py {}", "records folder "),
+    "no times": ("fit.py {}/failed", "records folder "),
+}
+
+
+@pytest.mark.parametrize(("command", "message"), SCRIPTS.values(), ids=SCRIPTS)
+def test_the_scripts_of_the_study_end_with_one_line(command, message, tmp_path):
+    (tmp_path / "failed").mkdir()
+    point = {
+        "kind": "bench",
+        "policy": "fp32@1",
+        "implementation": "quantlab",
+        "family": "mamba2",
+        "batch": 8,
+    }
+    point |= {"heads": 64, "value_dim": 64, "key_dim": 128, "key_heads": 8, "device": "x"}
+    result = {"status": "failed", "message": "no reason", "metrics": {"checkpoint_bits": 32}}
+    save_record(tmp_path / "failed", complete_record(point, result, environment={}))
+    script, *arguments = command.format(tmp_path).split()
+    path = Path(__file__).resolve().parent.parent / "experiments" / "kernels_h200" / script
+    done = subprocess.run([sys.executable, path, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {message}")
+
+
 # -- figures
-def made_up(folder, batches=(1, 8, 32, 64, 256, 512)):
-    """Records with plausible numbers of ours and two peers."""
+def made_up(folder, batches=(1, 8, 32, 64, 256, 512), more=()):
+    """Records with plausible numbers of ours and two peers, and more kinds."""
     kinds = (
+        *more,
         ("quantlab", "fp32@1", 1.05, 4.2e6),
         ("quantlab", "fp32@16:buffer=bf16", 0.58, 3.9e6),
         ("quantlab", "fp32/nvfp4@16:buffer=bf16", 0.16, 2.9e6),
@@ -229,6 +311,19 @@ def test_a_figure_of_made_up_records(tmp_path):
     assert all(f"<!-- {text} -->" in svg.read_text() for text in ("copy, 4.25 TB/s", "vllm: fp32@1", "512"))
     assert rows
     assert all((row["against_peer"] is None) == (row["implementation"] != "quantlab") for row in rows)
+
+
+def test_no_two_lines_of_a_figure_look_alike(tmp_path):
+    more = [
+        *(("quantlab", policy, 0.5, 3.0e6) for policy in ("fp16@1", "fp16@16", "fp16/nvfp4@16")),
+        *(("mamba_ssm", policy, 0.5, 3.0e6) for policy in ("fp32@1", "fp16@1")),
+        *(("vllm", "fp16@1", 0.5, 3.0e6), ("replayssm", "fp16@16:buffer=bf16", 0.5, 3.0e6)),
+    ]
+    made_up(tmp_path, batches=(8,), more=more)
+    styles = _styles(list(speed_rows(load_speed_records(tmp_path))))
+    assert len(styles) == 14
+    assert len({style.color for style in styles.values()}) == 14
+    assert len({(style.dash, style.marker) for style in styles.values()}) > 10
 
 
 def test_rows_have_an_order(tmp_path):

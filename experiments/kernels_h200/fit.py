@@ -15,6 +15,7 @@ if __package__ in (None, ""):  # run by path: the repository root is not on the 
 import numpy as np
 from scipy.optimize import nnls
 
+from quantlab.errors import InputError
 from quantlab.kernels.bench_cases import OURS
 from quantlab.kernels.choice import COSTS, work
 from quantlab.report.speed import SHAPE, load_speed_records
@@ -46,7 +47,10 @@ def fit(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    records = load_speed_records(sys.argv[1] if len(sys.argv) > 1 else HERE)
+    folder = sys.argv[1] if len(sys.argv) > 1 else HERE
+    records = load_speed_records(folder)
+    if not timed(records):
+        raise InputError("records folder", str(folder), "at least one of our records of steps with a time")
     found = fit(records)
     for name, cost in found.items():
         print(f"{name:<28} {cost:7.3f}  ({COSTS[name]:g} in use)")
@@ -64,4 +68,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,4 +1,4 @@
-"""Time every decode kernel of issue 5's table on one GPU, beside its peers, and hold the ratios against their targets.
+"""Time every kernel of the README's tables on one GPU, beside its peers, and hold the ratios against their targets.
 
 python experiments/kernels_h200/run.py --output results/kernels_h200 --peer vllm=PATH --peer replayssm=PATH
 python experiments/kernels_h200/run.py --output results/kernels_h200 --only mamba2   # a part; the same command resumes
@@ -6,6 +6,7 @@ python experiments/kernels_h200/run.py --output results/kernels_h200 --report   
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 if __package__ in (None, ""):  # run by path: the repository root is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from quantlab.errors import InputError
 from quantlab.kernels.bench_cases import OURS, Case, expand, parse_shape
 from quantlab.kernels.bench_peers import PEERS, load_peers, offered, parse_peers
 from quantlab.schemes import parse_policy
@@ -132,6 +134,7 @@ def with_bf16(text: str) -> str:
 
 def main() -> None:
     options = _options()
+    parse_peers(options.peer)
     if options.list:
         for name in options.only:
             part = PARTS[name]
@@ -148,6 +151,8 @@ def main() -> None:
             left += _measure(options, names, output / "records")
         if any((output / "records").glob("*.json")):
             rows += _report(output)
+    if options.report and not rows:
+        raise InputError("output", str(options.output), "a folder with records of an earlier run")
     for line in held(rows):
         print(line)
     if left:
@@ -174,13 +179,16 @@ def _measure(options: argparse.Namespace, names: Sequence[str], folder: Path) ->
     from quantlab.kernels.bench import run_cases
     from quantlab.kernels.bench_timing import GraphTimer, gpu_environment, obstacle
     from quantlab.records import check_output_folder
+    from quantlab.report.speed import check_stored
     from quantlab.sweep.environment import capture_environment
 
     if reason := obstacle():
         sys.exit(f"error: this needs {reason}")
     check_output_folder(folder)
+    check_stored(folder)
     peers, notes = load_peers(parse_peers(options.peer))
-    print(*notes, sep="\n", file=sys.stderr)
+    for note in notes:
+        print(note, file=sys.stderr)
     parts = [PARTS[name] for name in names]
     cases = [
         case
@@ -317,7 +325,8 @@ def _stores(text: str) -> tuple[str, int]:
 def _line(text: str, value: float | None, least: float, unit: str) -> str:
     if value is None:
         return f"{'no pair':>8}          {text}"
-    return f"{value:7.2f}{unit:<1} {'met' if value >= least else 'NOT MET':>8} (>= {least:g})  {text}"
+    digits = 2 if (round(value, 2) >= least) == (value >= least) else 3  # .85 is not met if it is .847
+    return f"{value:7.{digits}f}{unit:<1} {'met' if value >= least else 'NOT MET':>8} (>= {least:g})  {text}"
 
 
 def _options() -> argparse.Namespace:
@@ -325,21 +334,55 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("results/kernels_h200"), help="folder of the records"
+        "--output",
+        type=Path,
+        default=Path("results/kernels_h200"),
+        help="folder with the folder records (default: %(default)s)",
     )
     parser.add_argument(
         "--only", action="append", choices=PARTS, help="a part; repeat for several (default: all)"
     )
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME[=PATH]")
-    parser.add_argument("--seconds", type=float, default=480, help="no group of cases begins after so many")
-    parser.add_argument("--measure-seconds", type=float, default=0.12, help="of replays for each time")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME[=PATH]",
+        help="installed, or its source tree; repeat",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=480,
+        help="no group of cases begins after so many (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--measure-seconds",
+        type=_seconds,
+        default=0.12,
+        help="of replays for each time (default: %(default)g)",
+    )
     parser.add_argument("--again", action="store_true", help="time what has a record too")
-    parser.add_argument("--list", action="store_true", help="list the cases; needs no GPU")
-    parser.add_argument("--report", action="store_true", help="tables and figures from the records alone")
+    parser.add_argument("--list", action="store_true", help="list the cases, of every peer; needs no GPU")
+    parser.add_argument(
+        "--report", action="store_true", help="a line a target, bench.csv and figures, from the records alone"
+    )
     options = parser.parse_args()
     options.only = options.only or list(PARTS)
     return options
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError(text)
+    return value
+
+
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit("interrupted; records that were stored stay, and the same command goes on from them")

@@ -17,6 +17,58 @@ TABLES = ("exercised", "op_hits")
 CURVES = ("output_error", "predicted_low", "predicted_high")
 STREAM_TEXTS, STREAM_COUNTS = ("preset", "family"), ("steps", "heads", "sequences", "value_dim", "key_dim")
 
+SPEED_NUMBERS = ("us", "us_lower", "us_upper", "bytes", "bytes_per_us", "of_copy", "copy_bandwidth")
+SPEED_SIZES = ("batch", "heads", "value_dim", "key_dim", "key_heads")
+SPEED_TEXTS = ("policy", "implementation", "family", "device")
+
+
+def check_speed(record: dict[str, Any]) -> None:
+    """InputError for a point or metric of a bench record (valid otherwise) that no table of speed could show."""
+    point, metrics, name_of_file = record["point"], record["metrics"], record_path("", record["point"])
+
+    def check(where: str, fields: dict[str, Any], names: tuple[str, ...], fits: Any, expected: str) -> None:
+        for name in names:
+            if not fits(fields.get(name)):
+                expected += "; delete the record to have it timed anew"
+                raise InputError(f"record {name_of_file} {where}.{name}", fields.get(name), expected)
+
+    def whole(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+    def positive(value: Any) -> bool:
+        return _number(value) and math.isfinite(value) and value > 0
+
+    def launched(value: Any) -> bool:
+        return isinstance(value, dict) and all(
+            isinstance(one, dict)
+            and texts(one.get("kernels"))
+            and positive(one.get("us"))
+            and all(positive(one[name]) for name in ("bytes", "of_copy") if name in one)
+            for one in value.values()
+        )
+
+    def texts(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+    def chosen(value: Any) -> bool:
+        return isinstance(value, dict) and isinstance(value.get("policy"), str)
+
+    check("point", point, SPEED_TEXTS, lambda value: isinstance(value, str), "text")
+    check("point", point, SPEED_SIZES, whole, "an integer above zero")
+    check("metrics", metrics, ("checkpoint_bits",), positive, "a number above zero")
+    if metrics.get("us") is not None:
+        check("metrics", metrics, SPEED_NUMBERS, positive, "a number above zero")
+    optional = {
+        "kernels": (texts, "a list of names"),
+        "launches": (launched, "a table of launches with times"),
+    }
+    optional["chosen"] = (chosen, "a table with a policy")
+    for name, (fits, expected) in optional.items():
+        if metrics.get(name) is not None:
+            check("metrics", metrics, (name,), fits, expected)
+    if "drafts" in point:
+        check("point", point, ("drafts",), whole, "an integer above zero")
+
 
 def check_contents(record: dict[str, Any]) -> None:
     """InputError for a metric, curve or stream of ``record`` (valid otherwise) that no report could show."""

@@ -10,10 +10,10 @@ from typing import Any
 
 from quantlab.errors import InputError
 from quantlab.records import load_records, write_atomic
+from quantlab.report.check import SPEED_NUMBERS, check_speed
 from quantlab.report.load import BASELINE, Record, check_records
 
 OURS = "quantlab"
-NUMBERS = ("us", "us_lower", "us_upper", "bytes", "bytes_per_us", "of_copy", "copy_bandwidth")
 SHAPE = ("heads", "value_dim", "key_dim", "key_heads")
 
 Row = dict[str, Any]
@@ -24,14 +24,24 @@ Name = tuple[str, str, int]
 def load_speed_records(folder: str | os.PathLike[str]) -> list[Record]:
     """The bench records of ``folder``/records, or of ``folder`` itself.
 
-    Raises InputError if there are none, one is not valid, or they were measured under different protocols.
+    Raises InputError if there are none, one is not valid or holds what no table can show, or they were measured under
+    different protocols.
     """
     inner = Path(folder) / "records"
     found = [r for r in load_records(inner if inner.is_dir() else folder) if r["kind"] == "bench"]
     if not found:
         raise InputError("records folder", str(folder), "at least one record of quantlab bench")
+    for record in found:
+        check_speed(record)
     check_records(found)
     return found
+
+
+def check_stored(folder: str | os.PathLike[str]) -> None:
+    """InputError if ``folder`` holds a record that cannot be read, or that no table can show: before more are timed."""
+    for record in load_records(folder):
+        if record["kind"] == "bench":
+            check_speed(record)
 
 
 def speed_rows(records: Sequence[Record]) -> Iterator[Row]:
@@ -60,7 +70,7 @@ def speed_rows(records: Sequence[Record]) -> Iterator[Row]:
             "run": metrics.get("run"),
             "status": record["status"],
             "message": record["message"],
-            **{name: metrics.get(name) for name in NUMBERS},
+            **{name: metrics.get(name) for name in SPEED_NUMBERS},
             "against_baseline": tokens * base["metrics"]["us"] / mine if base and mine else None,
             "against_peer": _microseconds(best, tokens) / mine if best and mine else None,
             "peer": best["point"]["implementation"] if best else None,
@@ -174,8 +184,9 @@ def _draw(key: tuple[Any, ...], rows: list[Row], folder: Path) -> list[Path]:
         styles = _styles(rows)
         _draw_rates(left, rows, styles)
         _draw_times(right, bars, styles, largest)
+        keys = f"{shape[3]} key head{'' if shape[3] == 1 else 's'}"
         figure.suptitle(
-            f"{family}, {shape[0]} heads of {shape[1]} x {shape[2]}, {shape[3]} key heads; {device}",
+            f"{family}, {shape[0]} heads of {shape[1]} x {shape[2]}, {keys}; {device}",
             x=0.01,
             ha="left",
             fontsize=9.5,
@@ -209,12 +220,18 @@ def _label(name: Name) -> str:
 
 
 def _styles(rows: Sequence[Row]) -> dict[Name, Any]:
-    """Ours first, so that peers change nobody's colour."""
-    from quantlab.report.style import policy_styles
+    """Ours first, so that peers change nobody's colour.  Dashes say whose a line is: beyond ten, lighter colours and
+    other markers tell the second round from the first.
+    """
+    from quantlab.report.style import BASELINE_STYLE, MARKERS, PALETTE, Style
 
     names = sorted(set(map(_name, rows)), key=lambda name: (name[0] != OURS, *name))
-    found = policy_styles([_label(name) for name in names])
-    return {name: found[_label(name)] for name in names}
+    styles = {}
+    for index, name in enumerate(name for name in names if _label(name) != BASELINE):
+        again, place = divmod(index, len(PALETTE))
+        color, marker = PALETTE[place][again % 2], MARKERS[(place + again) % len(MARKERS)]
+        styles[name] = Style(color, "-" if name[0] == OURS else "--", marker)
+    return {name: styles.get(name, BASELINE_STYLE) for name in names}
 
 
 def _draw_rates(axes: Any, rows: list[Row], styles: dict[Name, Any]) -> None:
@@ -274,10 +291,14 @@ def _draw_times(axes: Any, rows: list[Row], styles: dict[Name, Any], batch: int)
         axes.text(end, place, f"{row['us']:.{min(digits, 2)}f}", va="center", fontsize=7.6)
         shown = [row["us"] - (row["us_lower"] or row["us"])], [(row["us_upper"] or row["us"]) - row["us"]]
         axes.errorbar(row["us"], place, xerr=shown, color="black", linewidth=0.8, capsize=0)
-    axes.set_yticks(range(len(order)), [_label(_name(row)) for row in order])
+    drafts = any(row["drafts"] for row in rows)
+    one = ", one step" if drafts else ""  # beside drafts, of which a bar is several tokens
+    axes.set_yticks(
+        range(len(order)), [_label(_name(row)) + (one if not row["drafts"] else "") for row in order]
+    )
     axes.tick_params(axis="y", length=0, labelsize=7.6)
     axes.set_xlim(0, longest * 1.16)
-    what = "a step or of drafts" if any(row["drafts"] for row in rows) else "a step"
+    what = "a step or of drafts" if drafts else "a step"
     axes.set_xlabel(f"microseconds of {what} at batch {batch}")
     axes.grid(axis="x")
     axes.set_axisbelow(True)

@@ -46,6 +46,9 @@ class Style:
     marker: str
 
 
+BASELINE_STYLE = Style(MUTED, ":", "o")
+
+
 def policy_styles(policies: Sequence[str]) -> dict[str, Style]:
     """One style a policy; the baseline is ink-coloured and dotted."""
     styles = {}
@@ -53,7 +56,7 @@ def policy_styles(policies: Sequence[str]) -> dict[str, Style]:
         dash = "-" if index < len(PALETTE) else ("--" if index < 2 * len(PALETTE) else "-.")
         color = PALETTE[index % len(PALETTE)][0]
         styles[policy] = Style(color, dash, MARKERS[index % len(MARKERS)])
-    return styles | {BASELINE: Style(MUTED, ":", "o")}
+    return styles | {BASELINE: BASELINE_STYLE}
 
 
 @contextmanager

@@ -128,6 +128,8 @@ def allocate_pool(
     for name, value, least in (("slots", slots, 1), ("layers", layers, 1), ("drafts", drafts, 0)):
         if not checks.is_integer(value) or value < least:
             raise InputError(name, value, f"an integer of at least {least}")
+    if not checks.is_integer(seed) or not -(2**63) <= seed < 2**63:
+        raise InputError("seed", seed, "an integer of 64 bits")
     if reason := unpoolable(policy, family, shape):
         raise InputError("policy", str(policy), reason)
     device = torch.device(device)

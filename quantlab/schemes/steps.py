@@ -100,6 +100,11 @@ def check_slots(counters: SlotCounters, slots: Tensor) -> None:
     """InputError unless ``slots`` are int32 (B,) slot numbers, each at most once, or negative."""
     if slots.dtype != torch.int32 or slots.ndim != 1:
         raise InputError("slots", checks.describe(slots), "int32 of shape (B,)")
+    check_numbers(counters, slots)
+
+
+def check_numbers(counters: SlotCounters, slots: Tensor) -> None:
+    """InputError unless the numbers of ``slots`` (B,) are of slots, each at most once, or negative."""
     numbers = slots[slots >= 0].tolist()
     if len(set(numbers)) != len(numbers) or any(n >= counters.slots for n in numbers):
         raise InputError(

@@ -33,6 +33,7 @@ FAST = [
     _case("fp32/fp8@4:buffer=bf16", TINY),
     _case("fp8+sr/mxfp4@4", TINY),
     _case("fp8+sr/nvfp4@4:buffer=fp16", TINY, token=FP16, foreign=True),
+    _case("fp32/nvfp4@6:buffer=bf16", TINY, token=BF16, drafts=3),
 ]
 """Run in the interpreter in the fast tier."""
 
@@ -74,6 +75,11 @@ SLOW = [
     _case("fp16+sr/nvfp4@16:buffer=bf16", StateShape(1, 80, 128, 1), token=BF16, exact=True),
     _case("fp8+sr/nvfp4@4:buffer=bf16", StateShape(1, 96, 128, 1), token=BF16, output=BF16),
     _case("fp8/mxfp4@17:buffer=bf16"),
+    _case("fp16+sr@7", GROUPED, drafts=2),
+    _case("fp32/fp8@6:flush_read=copy", drafts=2),
+    _case("fp16/nvfp4@10:buffer=bf16", StateShape(2, 64, 64, 1), token=BF16, drafts=4),
+    _case("fp32/nvfp4@4:buffer=bf16", _DELTA, "gated_delta", token=BF16, drafts=4),
+    _case("fp16+sr@6", _CHANNELS, "kimi_delta", drafts=2),
     _case("fp32@1", _DELTA, "gated_delta"),
     _case("fp8+sr/nvfp4@4", _DELTA, "gated_delta"),
     _case("fp32/nvfp4@4:key_read=checkpoint", _DELTA, "gated_delta"),

@@ -35,6 +35,7 @@ from quantlab.testing.pool_steps import (
     _terms,
 )
 from quantlab.testing.pools import (
+    RINGS,
     PoolCase,
     _around,
     _as_bytes,
@@ -47,7 +48,6 @@ from quantlab.testing.pools import (
     _where,
 )
 
-RINGS = ("k_buffer", "d_buffer", "v_buffer", "beta_buffer", "log_decay_buffer")
 PLANNED = ("positions", "counts", "flush_rows", "flush_count")
 
 
@@ -55,14 +55,10 @@ PLANNED = ("positions", "counts", "flush_rows", "flush_count")
 class DraftCase(PoolCase):
     """Rounds of a verification of ``drafts`` tokens and a commit.
 
-    accepted: of each round, the drafts that each row with a slot accepts.  Rings begin anywhere.
+    accepted: of each round, the drafts that each row with a slot accepts.
     """
 
     accepted: tuple[tuple[int, ...], ...] = ()
-
-    def __str__(self) -> str:
-        """As of a ``PoolCase``, with the number of drafts."""
-        return f"{super().__str__()}_{self.drafts}drafts"
 
     def counts(self, n: int) -> Tensor:
         """Of round n, int32 (B,); more than there are for the padded row."""
@@ -73,7 +69,7 @@ class DraftCase(PoolCase):
 def check_drafts(case: DraftCase, implementation: str) -> None:
     """AssertionError unless every round of the case does what it must, and nothing else."""
     found = _where(implementation, _run, case)
-    template, slots = _drafted_pool(case), case.live()
+    template, slots = _pool(case), case.live()
     pools = [_restored(template, memory) for memory in found["memory"]]
     for n in range(len(case.accepted)):
         before, verified, after = pools[2 * n : 2 * n + 3]
@@ -91,7 +87,7 @@ def _run(implementation: str, device: str, case: DraftCase) -> dict[str, Any]:
     """Memory before the first and after every verification and commit, outputs and plans, as arrays."""
     layer = "schemes" if implementation == "reference" else "kernels"
     steps, drafts = (importlib.import_module(f"quantlab.{layer}.{name}") for name in ("steps", "drafts"))
-    pool = _guarded(_drafted_pool(case), device)
+    pool = _guarded(_pool(case), device)
     around = _around(pool)
     slots, window = guarded(case.slots()).to(device), pool.policy.window
     if layer == "kernels":
@@ -119,20 +115,6 @@ def _run(implementation: str, device: str, case: DraftCase) -> dict[str, Any]:
     for one, other in zip(around, _around(pool), strict=True):
         assert torch.equal(one, other), "a kernel wrote outside of the pool's memory"
     return found
-
-
-def _drafted_pool(case: DraftCase) -> LayerPool:
-    """The case's pool, its rings turned so that they begin anywhere; origins are not all within the ring."""
-    pool = _pool(case)
-    for slot in range(pool.slots):
-        origin = (3 * slot + pool.records - 2) * (1 + slot % 2)
-        pool.counters.origin[slot] = origin
-        for name in RINGS:
-            ring = getattr(pool, name)
-            if ring is not None:
-                ring[slot] = ring[slot].roll(origin, 1)
-    pool.counters.origin[0] += ORIGINS + 1 - pool.records  # about to start over
-    return pool
 
 
 def _drafts(case: DraftCase, n: int) -> StepInputs:

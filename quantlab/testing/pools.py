@@ -19,11 +19,13 @@ from torch import Tensor
 
 from quantlab.recurrences import StepInputs
 from quantlab.schemes import StateShape, start
+from quantlab.schemes.drafts import ORIGINS
 from quantlab.schemes.pool import LayerPool, SlotCounters, allocate_pool
 from quantlab.schemes.pool_rows import put_state
 from quantlab.testing import _same_memory_on, guarded, in_triton_process, watched_allocations
 from quantlab.testing.pool_steps import Step, check_step
 
+RINGS = ("k_buffer", "d_buffer", "v_buffer", "beta_buffer", "log_decay_buffer")
 SPARE = 2
 """Slots that no row of the batch names."""
 
@@ -35,7 +37,8 @@ class PoolCase:
     cursors: records in the window of each row at the start; the slots are in another order, a padded row stands
     between them, and two slots are not in the batch.  exact: numbers of few bits and no decay, so that float32 holds
     every fold and what is stored has one right answer (mamba2 alone).  foreign: the padded row names a slot that there
-    is not, which kernels skip.  drafts: tokens that the pool has room for behind a window.
+    is not, which kernels skip.  drafts: tokens that the pool has room for behind a window; rings then begin wherever
+    commits have left them.
     """
 
     policy: str
@@ -59,6 +62,7 @@ class PoolCase:
             f"{name}={dtype}" for name, dtype in zip(("in", "out"), dtypes, strict=True) if dtype != "float32"
         ]
         words += [name for name in ("exact", "foreign") if getattr(self, name)]
+        words += [f"{self.drafts}drafts"] if self.drafts else []
         return "_".join([self.family, self.policy, sizes, *words])
 
     @property
@@ -133,7 +137,7 @@ def _kernels_watched():
     arguments = importlib.import_module("quantlab.kernels.arguments")
     with (
         watched_allocations(),
-        unittest.mock.patch.object(arguments, "check_slots", lambda *_: None),
+        unittest.mock.patch.object(arguments, "check_numbers", lambda *_: None),
     ):
         yield
 
@@ -219,7 +223,21 @@ def _pool(case: PoolCase) -> LayerPool:
         state.step(_token(case, 10 + t, len(rows)), rows)
     put_state(pool, torch.arange(count), state)
     assert torch.equal(pool.counters.cursor, cursors.int())
+    if case.drafts:
+        _turn(pool)
     return pool
+
+
+def _turn(pool: LayerPool) -> None:
+    """As if drafts had completed windows of every slot before: a ring begins where one of these ended."""
+    for slot in range(pool.slots):
+        origin = pool.policy.window * (3 * slot + 1)
+        pool.counters.origin[slot] = origin
+        for name in RINGS:
+            ring = getattr(pool, name)
+            if ring is not None:
+                ring[slot] = ring[slot].roll(origin, 1)
+    pool.counters.origin[0] += ORIGINS + 1 - pool.records  # about to start over
 
 
 def _tokens(case: PoolCase) -> list[StepInputs]:

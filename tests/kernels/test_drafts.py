@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantlab.errors import InputError
-from quantlab.kernels import drafts, steps, target
+from quantlab.kernels import arguments, drafts, steps, target
 from quantlab.recurrences import StepInputs
 from quantlab.schemes import StateShape
 from quantlab.schemes import drafts as reference
@@ -66,6 +66,10 @@ VERIFICATIONS = {
         lambda p, i, s: (p, i.map(lambda t: t[:, 0]), s),
         r"tokens.q 'float32 \(3, 2, 32\)': expected .* of shape \(3, 1, 2, 32\)",
     ),
+    "no values": (
+        lambda p, i, s: (p, replace(i, v=None), s),
+        r"tokens.v None: expected a tensor of shape \(B, T, heads, value_dim\)",
+    ),
     "more than a window": (
         lambda p, i, s: (p, i.map(lambda t: t[:, [0, 1, 2, 0, 1]]), s),
         r"tokens '5 drafted tokens': expected 1 to 4, which the pool has room for",
@@ -118,8 +122,26 @@ def test_plans_are_not_mixed_up(layer):
     for function in (lambda: drafts.commit_tokens(pool, plan), lambda: drafts.end_commit(plan)):
         with pytest.raises(InputError, match=r"^plan 'StepPlan': expected what begin_commit returned"):
             function()
-    with pytest.raises(InputError, match=r"^drafted 0: expected an integer of at least 1"):
-        drafts.end_verify(plan, 0)
+    for wrong in (0, 5, True):
+        with pytest.raises(InputError, match=rf"^drafted {wrong}: expected 1 to 4, as many as were verified"):
+            drafts.end_verify(plan, wrong)
+
+
+def test_what_waits_is_committed_before_tokens_are_read(layer):
+    """As the torch twin has it, where numbers can be looked at; drafts of other slots are no matter."""
+    pool, tokens, plan = layer
+    pool.counters.pending[1] = 2
+    arguments.none_wait(plan, "verify")
+    pool.counters.pending[3] = 2
+    message = r"^operation 'verify with 2 drafts pending in slot 3': expected a commit first"
+    with pytest.raises(InputError, match=message):
+        drafts.verify_tokens(pool, tokens, plan)
+    pool = allocate_pool("fp32@4", "mamba2", pool.shape, 5)[0]
+    pool.counters.pending[0] = 1
+    plan = reference_steps.begin_step(pool.counters, plan.slots, 4)
+    message = r"^operation 'step with 1 drafts pending in slot 0': expected a commit first"
+    with pytest.raises(InputError, match=message):
+        steps.decode_token(pool, tokens.map(lambda t: t[:, 0].contiguous()), plan)
 
 
 UNSERVED = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantlab.errors import InputError
-from quantlab.kernels import steps, target
+from quantlab.kernels import drafts, steps, target
 from quantlab.recurrences import StepInputs
 from quantlab.schemes import StateShape, parse_policy
 from quantlab.schemes import steps as reference
@@ -143,6 +143,26 @@ STEPS = {
         r"plan 'for a window of 8': expected a plan for the window of .*, 4",
     ),
     "no plan": (lambda p, i, s: (p, i, None), r"plan 'NoneType': expected what begin_step returned"),
+    "a plan of other slots": (
+        lambda p, i, s: (p, i, replace(s, slots=s.slots[:2])),
+        r"plan.positions 'int32 \(3,\)': expected int32 of shape \(2,\)",
+    ),
+    "a plan without rows that flush": (
+        lambda p, i, s: (p, i, replace(s, flush_rows=None)),
+        r"plan.flush_rows None: expected int32 of shape \(3,\)",
+    ),
+    "a plan for a matrix of slots": (
+        lambda p, i, s: (p, i, replace(s, slots=s.slots[None])),
+        r"plan.slots 'int32 \(1, 3\)': expected int32 of shape \(1,\)",
+    ),
+    "a list of keys": (
+        lambda p, i, s: (replace(p, k_buffer=[p.k_buffer]), i, s),
+        r"pool.k_buffer 'list': expected a tensor of 4 dimensions",
+    ),
+    "no cursor": (
+        lambda p, i, s: (with_counters(p, cursor=None), i, s),
+        r"counters.cursor None: expected int32 of shape \(slots,\)",
+    ),
     "no inputs": (lambda p, i, s: (p, i.q, s), r"inputs 'Tensor': expected StepInputs"),
     "float64 inputs": (
         lambda p, i, s: (p, i.to(torch.float64), s),
@@ -201,7 +221,11 @@ BEGINNINGS = {
         lambda c, s: (c, s + 2, 4),
         r"slots \[5, 1, 2\]: expected slot numbers below 5",
     ),
-    "no window": (lambda c, s: (c, s, 0), r"window 0: expected an integer of at least 1"),
+    "no window": (lambda c, s: (c, s, 0), r"window 0: expected an integer from 1 to 65536"),
+    "a window that no policy has": (
+        lambda c, s: (c, s, 2**40),
+        r"window 1099511627776: expected an integer from 1 to 65536",
+    ),
 }
 
 
@@ -232,6 +256,10 @@ LOADS = {
     "a slot that is not there": (
         lambda p, s: (p, s + 4, torch.zeros(2, 4, 16, 32)),
         r"slots \[5, 7\]: expected slot numbers below 5",
+    ),
+    "a slot whose low half there is": (
+        lambda p, s: (p, s + 2**32, torch.zeros(2, 4, 16, 32)),
+        r"slots \[4294967297, 4294967299\]: expected slot numbers below 5",
     ),
 }
 
@@ -268,6 +296,15 @@ UNSERVED = {
 def test_a_policy_without_a_kernel_says_why(policy):
     family, shape, reason = UNSERVED[policy]
     assert reason in steps.served(policy, family, shape)
+
+
+@pytest.mark.parametrize(
+    "shape", [None, (2, 16, 32, 1), StateShape(6, 16, 32, 4), StateShape(0, 16, 32, 1)], ids=str
+)
+def test_what_is_no_shape_is_refused_and_not_served(shape):
+    for module in (steps, drafts):
+        with pytest.raises(InputError, match=r"^(shape|key_heads) .*: expected "):
+            module.served("fp32@4", "mamba2", shape)
 
 
 def test_room_for_drafts_is_not_served():

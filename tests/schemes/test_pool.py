@@ -206,6 +206,12 @@ def test_a_policy_without_a_layout_is_refused(policy, family, reason):
         allocate_pool(policy, family, SHAPE, SLOTS)
 
 
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 1.5, True, "3"])
+def test_a_seed_is_an_integer_of_64_bits(seed):
+    with pytest.raises(InputError, match=r"^seed .*: expected an integer of 64 bits"):
+        allocate_pool("fp16+sr@4", "mamba2", SHAPE, SLOTS, seed=seed)
+
+
 def test_a_key_dim_that_blocks_do_not_fill_is_refused_with_a_copy():
     odd = replace(SHAPE, key_dim=80)
     assert unpoolable(allocate_pool("fp32@4", "mamba2", odd, 1)[0].policy, "mamba2", odd) is None
