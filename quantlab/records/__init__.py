@@ -35,6 +35,7 @@ from quantlab.records.streams import (
 )
 from quantlab.records.writing import (
     MINIMUM_FREE_BYTES,
+    atomic_folder,
     atomic_path,
     check_output_folder,
     remove_stale,
@@ -50,6 +51,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "STATUSES",
     "STREAM_SCHEMA_VERSION",
+    "atomic_folder",
     "atomic_path",
     "canonical_json",
     "check_output_folder",
