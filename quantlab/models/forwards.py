@@ -62,7 +62,8 @@ def check_tokens(model: nn.Module, ids: object, count: int, needed: str) -> Tens
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or (vocabulary is not None and high >= vocabulary):
         found = low if low < 0 else high
-        raise InputError("ids", found, f"tokens of the model's vocabulary, 0 to {vocabulary or 'its end'}")
+        end = "its end" if vocabulary is None else vocabulary - 1
+        raise InputError("ids", found, f"tokens of the model's vocabulary, 0 to {end}")
     return tokens.to(next(model.parameters()).device, torch.int64)
 
 
