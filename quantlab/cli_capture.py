@@ -61,7 +61,7 @@ def capture(
     from quantlab.models.capture import capture as capture_streams
     from quantlab.models.capture import check_free, check_layers, read_index, write_capture
     from quantlab.models.texts import load_weights, quiet_transformers, read_text_source
-    from quantlab.records import check_output_folder, remove_stale
+    from quantlab.records import check_output_place, remove_stale
     from quantlab.schemes import parse_rules
     from quantlab.schemes.rules import parse_numbers
     from quantlab.sweep.environment import capture_environment
@@ -87,7 +87,8 @@ def capture(
         }
         index = check_free(output, request)
         if index is None:
-            remove_stale(check_output_folder(output.resolve().parent))
+            check_output_place(output)
+            remove_stale(output.resolve().parent)
             with progress(f"{steps} steps", steps) as advance:
                 streams = capture_streams(
                     loaded,

@@ -140,6 +140,7 @@ def _run_and_store(
 
     from quantlab.records import (
         check_output_folder,
+        check_output_place,
         complete_record,
         load_record,
         protocol_fingerprint,
@@ -167,6 +168,7 @@ def _run_and_store(
     }
     missing = [policy for policy in rules if policy not in records]
     if missing:
+        check_output_place(folder)  # made after the run: a model or policy that is refused leaves no folder
         started = time.monotonic()
         runs = _run(source, missing, settings)
         check_output_folder(folder)

@@ -202,7 +202,8 @@ class _Decoder:
         except Diverged as error:
             self.message = str(error)
         else:
-            if bool(torch.log_softmax(self.logits.double(), -1).isnan().any()):
+            # The largest of a row is NaN if one is, and -inf if the row leaves no token.
+            if not bool(self.logits.amax(-1).isfinite().all()):
                 self.message = "the logits are NaN or Inf"
         if self.message is not None:
             self.message = f"at step {step}, {self.message}"

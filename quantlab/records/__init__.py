@@ -38,6 +38,7 @@ from quantlab.records.writing import (
     atomic_folder,
     atomic_path,
     check_output_folder,
+    check_output_place,
     remove_stale,
     write_atomic,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "atomic_path",
     "canonical_json",
     "check_output_folder",
+    "check_output_place",
     "complete_record",
     "content_hash",
     "decode",

@@ -133,3 +133,14 @@ def check_output_folder(path: str | os.PathLike[str]) -> Path:
             "output", str(path), f"at least {MINIMUM_FREE_BYTES >> 20} MiB of free space, not {free} bytes"
         )
     return path
+
+
+def check_output_place(path: str | os.PathLike[str]) -> None:
+    """As :func:`check_output_folder`, but makes nothing: the nearest folder above ``path`` that is there is proved."""
+    place = Path(os.path.realpath(path))
+    while not os.path.lexists(place):
+        place = place.parent
+    try:
+        check_output_folder(place)
+    except InputError as error:
+        raise InputError("output", str(path), error.expected) from error

@@ -62,7 +62,11 @@ def check_contents(record: dict[str, Any]) -> None:
         _check_eval(metrics, refuse)
     if record["kind"] == "closed_loop":
         check(LOOP_NUMBERS, _number, "a number")
-        check(("agreement_by_margin",), _bins, "a list of tables with numbers under low, high, tokens and agreement")
+        check(
+            ("agreement_by_margin",),
+            _bins,
+            "a list of tables with numbers under low, high, tokens and agreement",
+        )
 
 
 def _check_stream(stream: Any, refuse: Any) -> None:

@@ -158,7 +158,12 @@ def _loop_sections(loops: Sequence[Record], policies: Sequence[str]) -> list[dic
     sections = []
     for mine in settings.values():
         rows = [
-            {"policy": policy, "status": record["status"], "m": record["metrics"], "exercised": _exercised(record)}
+            {
+                "policy": policy,
+                "status": record["status"],
+                "m": record["metrics"],
+                "exercised": _exercised(record),
+            }
             for policy in policies
             for record in mine
             if record["point"]["policy"] == policy and record["status"] in ("ok", "diverged")

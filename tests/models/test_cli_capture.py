@@ -212,6 +212,18 @@ def places(text, tmp_path_factory):
     return folder
 
 
+def test_an_output_that_cannot_be_is_refused_before_the_work(text, quantlab, tmp_path, monkeypatch):
+    never = lambda *_, **__: pytest.fail("it went to work")  # noqa: E731
+    for name in ("capture", "closed_loop"):
+        monkeypatch.setattr(sys.modules[f"quantlab.models.{name}"], name, never)
+    size = ["--model", MODEL, "--text", text, "--prefill", "5", "--steps", "5", "-o"]
+    assert quantlab("capture", *size, "/proc/nothing/x")[0] == 2
+    assert quantlab("drift", "-p", "nvfp4@1", *size, "/proc/nothing/x")[0] == 2
+    (tmp_path / "mine").write_text("mine")
+    monkeypatch.setattr(sys.modules["quantlab.models.texts"], "load_weights", never)
+    assert quantlab("capture", *size, tmp_path)[0] == 2
+
+
 CAPTURE = f"capture --model {MODEL} --text TEXT --prefill 5 --steps 5 -o OUT"
 LOOP = f"drift --model {MODEL} --text TEXT --prefill 5 --steps 5 -o OUT -p nvfp4@1"
 
@@ -241,6 +253,8 @@ LOOP = f"drift --model {MODEL} --text TEXT --prefill 5 --steps 5 -o OUT -p nvfp4
         (f"{LOOP} --sequences 6", "at least 66 tokens, 6 x (a prefill of 5, 5 steps and one to predict)"),
         (f"{LOOP} --model PLACES/attention", "expected a model with recurrent layers"),
         (f"{LOOP} -p fp33@1", "policy 'fp33@1'"),
+        (f"{LOOP} -o PLACES/taken", "expected a folder, but a file is in the way"),
+        (f"{LOOP} -o /proc/nothing/x", "output '/proc/nothing"),
         (f"{LOOP} -p PLACES/none.toml", "policy"),
         (f"drift --model {MODEL} -p nvfp4@1", "text None: expected a text file"),
         (f"drift --model {MODEL} --text TEXT", "policy None: expected at least one -p POLICY"),

@@ -1,5 +1,6 @@
 """The closed loop compares what a model says next, and says where it stops comparing."""
 
+import math
 from copy import deepcopy
 
 import numpy as np
@@ -129,6 +130,29 @@ def test_a_policy_that_diverges_is_a_status_and_the_others_go_on(model, ids):
 
 
 @ONE
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_are_a_divergence(model, ids, value, monkeypatch):
+    read = CachedForward.__call__
+    calls = []
+
+    def broken(self, tokens):
+        calls.append(self)
+        logits = read(self, tokens)
+        # The baseline and two policies take turns: step 3 of the first policy.
+        return logits.index_fill(-1, torch.tensor([5]), value) if len(calls) == 11 else logits
+
+    monkeypatch.setattr(CachedForward, "__call__", broken)
+    lost, other = closed_loop(model, ids[:1], ["fp32@1", "bf16@1"], prompt=5, steps=6).runs
+    assert (lost.status, lost.diverged_at, lost.message) == (
+        "diverged",
+        3,
+        "at step 3, the logits are NaN or Inf",
+    )
+    assert lost.table["status"].tolist() == ["ok", "ok", "diverged"]
+    assert len(other.table) == 6
+
+
+@ONE
 def test_a_store_that_nobody_read_is_a_status(model, ids):
     (run,) = closed_loop(model, ids[:1], ["fp16/nvfp4@16"], prompt=PROMPT, steps=3).runs
     assert (run.status, run.message) == (
@@ -156,6 +180,12 @@ def test_divergence_is_that_of_scipy(scale):
     # Infinite where the policy excludes what the baseline may say, and nowhere else.
     assert (np.isinf(found) == ((p.exp() > 0) & q.isneginf()).any(-1).numpy()).all()
     assert not divergence(p, p).any()
+
+
+def test_opposite_certainties_do_not_overflow():
+    """p = (1, e^-720), q the other way round: e^d = e^720 is beyond float64, and the divergence is 720."""
+    p = torch.tensor([[0.0, -720.0]], dtype=torch.float64)
+    assert divergence(p, p.flip(-1)).item() == pytest.approx(720, rel=1e-15)
 
 
 def test_a_small_divergence_keeps_its_digits():
