@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -19,7 +20,7 @@ from quantlab.recurrences import get_recurrence
 from quantlab.schemes import DecodeState, start_layer
 from tests.models.architectures import ARCHITECTURES, forward
 
-PREFILL, STEPS = 9, 20
+PREFILL, STEPS = 9, 14
 SLOW = pytest.mark.slow
 ONE = pytest.mark.parametrize("kind", ["mamba2"], indirect=True)
 REQUEST = {"model": "tiny", "text_hash": "0" * 16}
@@ -93,7 +94,7 @@ def test_every_architecture_is_captured(name, ids, tmp_path):
         replayed, known = (
             run_drift(given, ["int8@4"]) for given in (open_source({"file": str(file)}), stream)
         )
-        assert replayed.metrics(replayed.runs[0]) == known.metrics(known.runs[0])
+        np.testing.assert_equal(replayed.metrics(replayed.runs[0]), known.metrics(known.runs[0]))
         assert replayed.runs[0].status == "ok"
     assert tuple(streams) == architecture.layers
     for stream in streams.values():

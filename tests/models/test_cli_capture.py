@@ -17,7 +17,7 @@ from quantlab.records import load_records
 
 ONE = pytest.mark.parametrize("kind", ["mamba2"], indirect=True)
 MODEL = "builtin:tiny-mamba2"
-PREFILL, STEPS = 7, 12
+PREFILL, STEPS = 7, 8
 SIZE = ["--prefill", str(PREFILL), "--steps", str(STEPS), "--sequences", "2"]
 POLICIES = ["fp32@16", "nvfp4@1"]
 PIECE = 5  # bytes of the text that an output may not hold one behind the other
