@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantlab.models.interception import Interception, cache_keyword, decode_states, select_rows
+from quantlab.models.forwards import CachedForward
+from quantlab.models.interception import Interception, decode_states, select_rows
 
 Score = tuple[float, bool]  # log-likelihood in nats, and whether greedy decoding would have said the same
 
@@ -53,16 +54,18 @@ def score_batch(
     the contexts through one dense prefill, so that the state is rounded once at its end, and decodes the
     continuations. The softmax is float32 whatever the logits are.
     """
-    from transformers import DynamicCache
-
     scores: list[list[Score | None]] = [[None] * len(item.continuations) for item in items]
     rows = [_Row(index, None, item.context) for index, item in enumerate(items)]
-    cache = DynamicCache(config=model.config)  # pyright: ignore[reportArgumentType]
     interception.sequence_ids = torch.tensor([sequence_id(item.context) for item in items])
-    step = _Forward(model, cache, device)
+    forward = CachedForward(model)
+    cache = forward.cache
+
+    def read(tokens: list[tuple[int, ...]]) -> Tensor:
+        return forward(torch.tensor(tokens, device=device))
+
     position = len(items[0].context) if prefill else 1
     with interception:
-        logits = step([row.tokens[:position] for row in rows], 0)
+        logits = read([row.tokens[:position] for row in rows])
         while True:
             rows, origin, ended = _advance(rows, position, logits, items, scores)
             if ended:
@@ -73,29 +76,8 @@ def score_batch(
                 return scores  # pyright: ignore[reportReturnType]
             if origin is not None:
                 select_rows(cache, torch.tensor(origin, device=device))
-            logits = step([row.tokens[position : position + 1] for row in rows], position)
+            logits = read([row.tokens[position : position + 1] for row in rows])
             position += 1
-
-
-class _Forward:
-    """One model call on a cache: token ids of every row -> logits (rows, vocabulary) after the last one."""
-
-    def __init__(self, model: nn.Module, cache: Any, device: Any):
-        import inspect
-
-        self._parameters = inspect.signature(model.forward).parameters
-        self._model, self._device = model, device
-        self._fixed = {cache_keyword(model): cache, "use_cache": True}
-
-    def __call__(self, tokens: list[tuple[int, ...]], start: int) -> Tensor:
-        ids = torch.tensor(tokens, device=self._device)
-        extra: dict[str, Any] = {}
-        if "position_ids" in self._parameters:
-            positions = torch.arange(start, start + ids.shape[1], device=self._device)
-            extra["position_ids"] = positions.expand(len(ids), -1)
-        if "logits_to_keep" in self._parameters:
-            extra["logits_to_keep"] = 1
-        return self._model(input_ids=ids, **self._fixed, **extra).logits[:, -1]
 
 
 def _advance(

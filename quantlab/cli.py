@@ -1,6 +1,5 @@
 """The command line.  One verb a function; bad input ends with one line and exit status 2."""
 
-import os
 import re
 import signal
 import sys
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from quantlab import __version__, cli_bench, cli_drift
+from quantlab import __version__, cli_bench, cli_capture, cli_drift
 from quantlab.cli_claims import claims_app
 from quantlab.cli_errors import CommandLineError, discard_output, flush_output, is_help, usage_text
 from quantlab.cli_formats import formats_app
@@ -17,7 +16,7 @@ from quantlab.cli_predict import predict
 from quantlab.cli_size import EPILOG as SIZE_EPILOG
 from quantlab.cli_size import size
 from quantlab.errors import InputError
-from quantlab.terminal import print_json, print_sections, print_table, text_of
+from quantlab.terminal import fix_threads, print_json, print_sections, print_table, text_of
 
 if TYPE_CHECKING:
     from quantlab.schemes import Policy
@@ -124,6 +123,7 @@ def report(
 
 
 app.command(epilog=cli_drift.EPILOG)(cli_drift.drift)
+app.command(epilog=cli_capture.EPILOG)(cli_capture.capture)
 
 
 @app.command(
@@ -150,7 +150,7 @@ def evaluate(
     """Run lm-eval tasks with the model's decode state under each policy."""
     from quantlab.evals.run import run_eval
 
-    _fix_threads()
+    fix_threads()
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     records = run_eval(
         model,
@@ -282,13 +282,6 @@ def _roundings(policy: "Policy") -> str:
     if options.current == "buffer":
         found.append("the current token, as the buffer will hold it")
     return "; ".join(found) or "nothing"
-
-
-def _fix_threads() -> None:
-    """One thread unless OMP_NUM_THREADS says otherwise: states are small, and more threads wait for each other."""
-    import torch
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
 
 
 def _rates(family: str, heads: int, value_dim: int, key_dim: int):

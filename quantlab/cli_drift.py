@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantlab.cli_attribute import attribute_policies, check_alone
+from quantlab.cli_closed_loop import compare_on_text
 from quantlab.errors import InputError
-from quantlab.terminal import print_json, print_table, print_wrapped, progress
+from quantlab.terminal import fix_threads, print_json, print_table, print_wrapped, progress
 
 if TYPE_CHECKING:
     from quantlab.drift import Stream, StreamSource
     from quantlab.drift.head_policies import Followed
 
-EPILOG = "Example: [bold]quantlab drift --family gated_delta --alpha 0.99 -p fp32/nvfp4@16 -p nvfp4@1[/bold]"
-LARGEST_THREADS = 4096
+EPILOG = (
+    "Example: [bold]quantlab drift --family gated_delta --alpha 0.99 -p fp32/nvfp4@16 -p nvfp4@1[/bold]\n\n"
+    "Example: [bold]quantlab drift --model DIR --text FILE -p fp32/nvfp4@16 -p nvfp4@1[/bold]"
+)
 # What a stream file decides, so that it cannot be asked for beside one.
 _MADE_ONLY = (
     "family",
@@ -31,6 +34,12 @@ _MADE_ONLY = (
     "key_dim",
     "negative_eigenvalues",
 )
+# What a model decides, so that it cannot be asked for beside one; and what only a model has a use for.
+_NO_MODEL = (
+    *(name for name in _MADE_ONLY if name not in ("steps", "sequences")),
+    *("turn", "chunk", "stream", "save_stream", "workers", "attribute", "suspect"),
+)
+_MODEL_ONLY = ("text", "mode", "prefill")
 _COLUMNS = {
     "policy": "policy",
     "status": "status",
@@ -118,6 +127,17 @@ def drift(
     ] = None,
     stream: Annotated[Path | None, typer.Option(help="A stream file instead of a made stream.")] = None,
     save_stream: Annotated[Path | None, typer.Option(help="Also write the stream to this file.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", help="Folder of a Hugging Face model: compare its next tokens with those under fp32@1."
+        ),
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="With --model: UTF-8 text that it reads.")] = None,
+    mode: Annotated[
+        str, typer.Option(help="With --model: forced (reads the text) or free (reads its own choices).")
+    ] = "forced",
+    prefill: Annotated[int, typer.Option(help="With --model: tokens of the prompt.", min=1)] = 128,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -142,23 +162,40 @@ def drift(
 ) -> None:
     """Measure the error of policies per decoded token, on one stream, beside a float64 shadow.
 
+    With --model and --text it is the closed loop: how far a model's next-token distributions under each policy are from
+    those under fp32@1 while it decodes.
+
     With --output the stream is made, or read, block by block and no step stays in memory; a made stream then has other
     values than without it.  The same command goes on with the policies that have no record yet.
     """
-    import torch
-
     from quantlab import drift as drifts
     from quantlab.drift.growth import MINIMUM_UNITS
     from quantlab.drift.head_policies import check_fits, parse_followed
     from quantlab.drift.sources import as_source
     from quantlab.schemes import PolicyRules
 
-    # One thread unless OMP_NUM_THREADS says otherwise: states are small, and more threads wait for each other.
-    torch.set_num_threads(_threads(os.environ.get("OMP_NUM_THREADS", "")))
+    fix_threads()
+    _check_given(context, _NO_MODEL if model is not None else _MODEL_ONLY, model)
+    if model is not None:
+        if text is None:
+            raise InputError("text", None, "a text file for the model to read")
+        compare_on_text(
+            model,
+            text,
+            policy or [],
+            mode=mode,
+            prefill=prefill,
+            steps=steps,
+            sequences=sequences if _is_given(context, "sequences") else 1,
+            seed=seed,
+            output=output,
+            as_json=as_json,
+        )
+        return
     policies = list(dict.fromkeys(parse_followed(text) for text in policy or ["fp32@1"]))
     if stream is not None:
         for name in _MADE_ONLY:
-            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
+            if _is_given(context, name):
                 raise InputError(name, context.params[name], "nothing, as the stream file decides it")
     if output is None and workers is not None:
         raise InputError("workers", workers, "--output, without which there is one process")
@@ -233,6 +270,20 @@ def drift(
         typer.echo(f"records: {output / 'records'}")
 
 
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether the option stands on the command line."""
+    return getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+
+
+def _check_given(context: typer.Context, names: tuple[str, ...], model: Path | None) -> None:
+    """InputError for options that ask for something else than a model, or for something of a model without one."""
+    for name in names:
+        if _is_given(context, name):
+            value = context.params[name]
+            value = str(value) if isinstance(value, Path) else value
+            raise InputError(name, value, "--model beside it" if model is None else "no --model beside it")
+
+
 def _stated(row: dict[str, Any], *, growth: bool) -> dict[str, Any]:
     """None, which a table shows as "-" and JSON as null, for a number that there is not.
 
@@ -241,16 +292,6 @@ def _stated(row: dict[str, Any], *, growth: bool) -> dict[str, Any]:
     absent = {} if growth else dict.fromkeys(("growth_exponent", "growth_ci"))
     numbers = {key: None for key, value in row.items() if isinstance(value, float) and math.isnan(value)}
     return row | numbers | absent
-
-
-def _threads(text: str) -> int:
-    """Of OMP_NUM_THREADS, whose value may be a list, one number a nesting level."""
-    outermost = text.partition(",")[0].strip()
-    if not outermost:
-        return 1
-    if not outermost.isdecimal() or not 1 <= int(outermost) <= LARGEST_THREADS:
-        raise InputError("OMP_NUM_THREADS", text, f"a number of threads from 1 to {LARGEST_THREADS}")
-    return int(outermost)
 
 
 def _row(policy: "Followed", status: str, metrics: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,28 @@
-"""How the command line shows things: tables, JSON lines, a bar."""
+"""How the command line shows things (tables, JSON lines, a bar), and with how many threads it computes."""
 
 import contextlib
 import json
+import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+from quantlab.errors import InputError
+
+LARGEST_THREADS = 4096
+
+
+def fix_threads() -> None:
+    """One thread unless OMP_NUM_THREADS says otherwise: states are small, and more threads wait for each other."""
+    import torch
+
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    outermost = text.partition(",")[0].strip() or "1"  # its value may be a list, one number a nesting level
+    if not outermost.isdecimal() or not 1 <= int(outermost) <= LARGEST_THREADS:
+        raise InputError("OMP_NUM_THREADS", text, f"a number of threads from 1 to {LARGEST_THREADS}")
+    torch.set_num_threads(int(outermost))
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ VERBS = [
     "sweep",
     "report",
     "drift",
+    "capture",
     "eval",
     "predict",
     "size",

@@ -101,7 +101,7 @@ def test_an_unknown_verb_is_named_with_the_known_ones(path, refused):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("drift --step 3", "option '--step': expected --seed or --steps or --stream"),
+        ("drift --step 3", "option '--step': expected --steps or --stream or --text"),
         ("drift --steps", "--steps: expected a value behind it"),
         ("drift --json=3", "--json: expected no value behind it"),
         ("drift --heads 0", "--heads '0': expected greater than or equal to 1"),

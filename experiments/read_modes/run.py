@@ -65,7 +65,7 @@ def rows(steps: int) -> Iterator[dict[str, float | str]]:
         yield {"stream": name, **measure(draw(statistics, steps), 16)}
     for number, layer in enumerate(capture(steps)):
         for window in (4, 16):
-            yield {"stream": f"captured, layer {number}, L = {window}", **measure(layer.stream, window)}
+            yield {"stream": f"captured, layer {number}, L = {window}", **measure(layer, window)}
 
 
 def main() -> None:

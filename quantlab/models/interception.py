@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from quantlab.models.patching import replace
 from quantlab.models.recurrent_layers import op_namespaces, recurrent_layers
 from quantlab.models.report import PolicyReport
 from quantlab.models.running import Running, RunningLayers
+from quantlab.recurrences import StepInputs
 from quantlab.schemes import LayerState, Policy, PolicyRules, checks, parse_rules, start_groups
 from quantlab.schemes.rows import DRAFTS
 from quantlab.schemes.rules import number_text
@@ -74,11 +75,22 @@ def run_with_policy(
     interception.require_effect()
 
 
+class Observer(Protocol):
+    """What sees the inputs of the decode states, before any rounding."""
+
+    def started(self, prefill: Prefill, initial: Tensor) -> None:
+        """A layer's prefill ended in ``initial``: (B, heads, value_dim, key_dim)."""
+
+    def decoded(self, layer: int, inputs: StepInputs) -> None:
+        """A layer is about to decode one token: tensors (B, ...)."""
+
+
 class Interception:
     """A policy, or rules for layers and heads, bound to a model.  A context manager that may be entered again and
     again; its report adds up.  It does not keep the model alive.
 
     ``sequence_ids``: int64 (B,) names of the sequences that the next prefill starts, or None for 0 .. B-1.
+    ``observer``: told of every layer that starts and of every token that one decodes, or None.
     """
 
     def __init__(
@@ -93,6 +105,7 @@ class Interception:
         self.rules = parse_rules(policy)
         self.seed, self.drafts = seed, drafts
         self.sequence_ids: Tensor | None = None
+        self.observer: Observer | None = None
         self._namespaces = op_namespaces(model)
         layers = recurrent_layers(model)
         heads = {layer: found.heads for layer, found in layers.items()}
@@ -186,6 +199,8 @@ class Interception:
                 return self._prefill_adapter(original, family, family.step_op)(*args, **kwargs)
             self.report.step_hits[family.step_op, running.layer] += 1
             call = family.token_inputs(running.module, *args, **kwargs)
+            if self.observer is not None:
+                self.observer.decoded(running.layer, call.inputs)
             return call.finish(self._find(call.state).step(call.inputs), call.state)
 
         return step
@@ -298,6 +313,8 @@ class Interception:
     def _start(self, prefill: Prefill, initial: Tensor) -> Holding:
         """A holding that begins at a prefill state (B, heads, value_dim, key_dim)."""
         self.living()
+        if self.observer is not None:
+            self.observer.started(prefill, initial)
         batch, heads = initial.shape[:2]
         ids = self.sequence_ids
         if ids is not None and len(ids) != batch:

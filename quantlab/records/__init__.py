@@ -35,8 +35,10 @@ from quantlab.records.streams import (
 )
 from quantlab.records.writing import (
     MINIMUM_FREE_BYTES,
+    atomic_folder,
     atomic_path,
     check_output_folder,
+    check_output_place,
     remove_stale,
     write_atomic,
 )
@@ -50,9 +52,11 @@ __all__ = [
     "SCHEMA_VERSION",
     "STATUSES",
     "STREAM_SCHEMA_VERSION",
+    "atomic_folder",
     "atomic_path",
     "canonical_json",
     "check_output_folder",
+    "check_output_place",
     "complete_record",
     "content_hash",
     "decode",

@@ -19,7 +19,7 @@ from quantlab.errors import InputError, unknown_name
 from quantlab.records.writing import write_atomic
 
 SCHEMA_VERSION = 1
-KINDS = ("drift", "eval", "scan", "bench")
+KINDS = ("drift", "closed_loop", "eval", "scan", "bench")
 STATUSES = ("ok", "diverged", "not_exercised", "not_served", "comparison_failed", "failed")
 FIELDS = (
     "schema_version",
@@ -45,6 +45,13 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
         "reference": "float64 shadow from the unrounded prefill state on the stored stream",
         "pooling": "sqrt(sum |e|^2 / sum |ref|^2), steps and heads jointly, second half of the run",
         "growth": "slope of log RMS over log-spaced bins in [T/8, T], bootstrap over heads x sequences",
+    },
+    "closed_loop": {
+        "version": 1,
+        "reference": "next-token distributions of the same model under the baseline policy",
+        "kl": "KL(baseline || policy) in nats, float64 log softmax, mean over the compared tokens",
+        "margin": "bins of the baseline's top-2 log-probability gap from 0, .01, .03, .1, .3, 1 and 3 nats on",
+        "free": "greedy; a sequence is compared up to the first step at which the choices differ, itself included",
     },
     "eval": {
         "version": 1,

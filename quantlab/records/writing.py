@@ -43,6 +43,38 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary folder beside ``path`` to write files to; renamed on success, removed with all it holds on failure.
+
+    Named as :func:`atomic_path` names files.  Raises InputError, argument "output", unless ``path`` is free or an empty
+    folder in a place that can be written to.
+    """
+    path = Path(os.path.realpath(path))
+    if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
+        raise InputError("output", str(path), "a free name or an empty folder; something else is in the way")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        name = tempfile.mkdtemp(
+            prefix=f".{path.name}.{_machine()}.{os.getpid()}.", suffix=".tmp", dir=path.parent
+        )
+    except OSError as error:
+        expected = f"a place that can be written to ({error.strerror})"
+        raise InputError("output", str(path), expected) from error
+    temporary = Path(name)
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o777 & ~mask)
+        os.replace(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
     """Write ``data`` to ``path``, all or nothing."""
     with atomic_path(path) as temporary:
@@ -50,12 +82,15 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def remove_stale(folder: str | os.PathLike[str]) -> int:
-    """Delete the temporary files of processes of this machine that are gone; returns how many."""
+    """Delete the temporary files and folders of processes of this machine that are gone; returns how many."""
     removed = 0
     for path in Path(folder).glob(f".*.{_machine()}.*.tmp"):
         process = path.name.split(".")[-3]
         if process.isdigit() and not _alive(int(process)):
-            path.unlink(missing_ok=True)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
             removed += 1
     return removed
 
@@ -98,3 +133,14 @@ def check_output_folder(path: str | os.PathLike[str]) -> Path:
             "output", str(path), f"at least {MINIMUM_FREE_BYTES >> 20} MiB of free space, not {free} bytes"
         )
     return path
+
+
+def check_output_place(path: str | os.PathLike[str]) -> None:
+    """As :func:`check_output_folder`, but makes nothing: the nearest folder above ``path`` that is there is proved."""
+    place = Path(os.path.realpath(path))
+    while not os.path.lexists(place):
+        place = place.parent
+    try:
+        check_output_folder(place)
+    except InputError as error:
+        raise InputError("output", str(path), error.expected) from error

@@ -14,6 +14,7 @@ NUMBERS = (
 FINITE = ("bits_per_value", "bytes_per_token")
 TEXTS = ("warning", "prediction_note", "stream_hash", "text_hash")
 TABLES = ("exercised", "op_hits")
+LOOP_NUMBERS = ("kl_largest", "top1_agreement", "tokens", "earliest_divergence", "nll", "baseline_nll")
 CURVES = ("output_error", "predicted_low", "predicted_high")
 STREAM_TEXTS, STREAM_COUNTS = ("preset", "family"), ("steps", "heads", "sequences", "value_dim", "key_dim")
 
@@ -111,6 +112,13 @@ def check_contents(record: dict[str, Any]) -> None:
         _check_stream(record["point"].get("stream"), refuse)
     if record["kind"] == "eval":
         _check_eval(metrics, refuse)
+    if record["kind"] == "closed_loop":
+        check(LOOP_NUMBERS, _number, "a number")
+        check(
+            ("agreement_by_margin",),
+            _bins,
+            "a list of tables with numbers under low, high, tokens and agreement",
+        )
 
 
 def _check_stream(stream: Any, refuse: Any) -> None:
@@ -148,6 +156,15 @@ def _number(value: Any) -> bool:
 def _numbers(value: Any) -> TypeGuard[list[Any]]:
     # A diverged run ends in nulls.
     return isinstance(value, list) and all(item is None or _number(item) for item in value)
+
+
+def _bins(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(found, dict)
+        and all(_number(found.get(name)) for name in ("low", "high", "tokens"))
+        and (found.get("agreement") is None or _number(found["agreement"]))
+        for found in value
+    )
 
 
 def _interval(value: Any) -> bool:

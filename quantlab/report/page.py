@@ -12,7 +12,7 @@ import pandas as pd
 
 from quantlab.records import STATUSES, check_output_folder, write_atomic
 from quantlab.report import figures, tables
-from quantlab.report.load import BASELINE, Collection, Record, load_collection
+from quantlab.report.load import BASELINE, Collection, Record, load_collection, stream_key
 from quantlab.report.style import PALETTE, VARIABLES, Style, policy_styles
 from quantlab.report.verdict import BF16_ROUNDING, FLAT, answer, scientific, verdicts
 
@@ -84,6 +84,7 @@ def render(collection: Collection) -> str:
         drift_panels=figures.drift_panels(groups, styles),
         cost_panels=figures.cost_panels(drift_rows, styles),
         scans=_scan_sections(scans, policies, styles),
+        loops=_loop_sections(collection.of_kind("closed_loop"), policies),
         eval_rows=eval_rows,
         accuracy_panels=figures.accuracy_panels(eval_rows, styles),
         troubles=_troubles(collection.records),
@@ -146,6 +147,30 @@ def _scan_sections(scans: Sequence[Record], policies: Sequence[str], styles: Any
         if dots:
             panels.append((f"{name}: KL divergence of the labels", dots))
         sections.append({"name": name, "rows": rows, "panels": panels})
+    return sections
+
+
+def _loop_sections(loops: Sequence[Record], policies: Sequence[str]) -> list[dict[str, Any]]:
+    """One section for each model, text and way of decoding: rows in policy order, and agreement by margin."""
+    settings: dict[str, list[Record]] = {}
+    for record in loops:
+        settings.setdefault(stream_key(record), []).append(record)
+    sections = []
+    for mine in settings.values():
+        rows = [
+            {
+                "policy": policy,
+                "status": record["status"],
+                "m": record["metrics"],
+                "exercised": _exercised(record),
+            }
+            for policy in policies
+            for record in mine
+            if record["point"]["policy"] == policy and record["status"] in ("ok", "diverged")
+        ]
+        bins = zip(*(row["m"].get("agreement_by_margin") or [] for row in rows), strict=False)
+        held = [found for found in bins if any(one["tokens"] for one in found)]
+        sections.append({"point": mine[0]["point"], "rows": rows, "bins": held})
     return sections
 
 

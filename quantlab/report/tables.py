@@ -12,7 +12,8 @@ import pandas as pd
 from quantlab.report.load import BASELINE, Record, stream_key, stream_name
 from quantlab.statistics.paired import PairedComparison, compare_documents
 
-UNTABLED = ("documents", "tasks", "op_hits", "scans", "lm_eval")  # nested or long: in the records only
+# Nested or long: in the records only.
+UNTABLED = ("documents", "tasks", "op_hits", "scans", "lm_eval", "agreement_by_margin", "first_divergence")
 AGREEMENT = 1.4  # measured and predicted error agree if their ratio is within this factor (design section 5)
 
 
