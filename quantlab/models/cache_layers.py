@@ -78,9 +78,8 @@ def _reorder(original: Callable[..., Any]) -> Callable[..., Any]:
         held = list(_held(self))
         original(self, beam_idx)
         for index, holding in held:
-            rows = beam_idx.cpu()
-            holding.state.select(rows)
-            self.recurrent_states[index] = holding.handle(len(rows), self.recurrent_states[index].device)
+            holding.state.select(beam_idx)
+            self.recurrent_states[index] = holding.handle(len(beam_idx), self.recurrent_states[index].device)
 
     return reorder_cache
 
