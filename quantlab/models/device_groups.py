@@ -274,6 +274,9 @@ class LayerGroup:
     def _commit(self, counts: Tensor) -> None:
         begin, end = self._function("drafts.begin_commit"), self._function("drafts.end_commit")
         plan = begin(self.counters, self.slots, counts.to(self.device, torch.int32), self.window)
+        # Of several windows that are folded at once, only the last one's read copy will be read.
+        stores = (self.counters.cursor + plan.counts) // self.window
+        self.unread_copies += (stores - 1).clamp(min=0)
         for key, pool in self.pools.items():
             self._commit_tokens[key](pool, plan)
         end(plan)

@@ -195,7 +195,7 @@ def exercised_of(pool: LayerPool, slots: Tensor) -> dict[str, Tensor | None]:
 
     Derived from the counters: a store is read by the first token behind it, or by the fold that replaces it.  What only
     drafts have read that were all taken back does not count.  A read copy that was replaced before any token came, by
-    ``store_dense``, is counted: the caller knows of it.
+    ``store_dense`` or in a commit of several windows, is counted: the caller knows of it.
     """
     counters, policy = pool.counters, pool.policy
     number = counters.store_numbers[slots]
