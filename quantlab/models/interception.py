@@ -312,7 +312,7 @@ class Interception:
                 "sequence_ids", len(ids), f"one name for each of the {batch} sequences of the batch"
             )
         groups, recurrence = self.rules.of_layer(prefill.layer, heads), prefill.family.recurrence
-        shape = checks.state_shape(*initial.shape[1:], prefill.key_heads)
+        shape = checks.state_shape(heads, *initial.shape[2:4], prefill.key_heads)
         pooled, backend = served(groups, recurrence, shape, initial.device, self._pools)
         if pooled:
             layers = self._layers_of(prefill.layer, initial)

@@ -155,14 +155,18 @@ def running(model: Any, ids: Tensor, policy: Any, pools: bool | None) -> Iterato
         yield Run(model, ids, interception)
 
 
-def outcome(model: Any, ids: Tensor, policy: Any, scenario: str, pools: bool | None) -> tuple[list[Tensor], Any]:
+def outcome(
+    model: Any, ids: Tensor, policy: Any, scenario: str, pools: bool | None
+) -> tuple[list[Tensor], Any]:
     """What a scenario returns, and the report."""
     with running(model, ids, policy, pools) as run:
         found = SCENARIOS[scenario](run)
     return [tensor.cpu() for tensor in found], run.interception.report
 
 
-def decoded(folder: Path, ids: Tensor, policy: str, pools: bool | None) -> tuple[list[Tensor], dict[int, str]]:
-    """``steps`` of the model in ``folder``, for a process of its own: with what decoded each layer."""
-    found, report = outcome(loaded(folder), ids, policy, "steps", pools)
+def decoded(
+    folder: Path, ids: Tensor, policy: str, scenario: str, pools: bool | None = None
+) -> tuple[list[Tensor], dict[int, str]]:
+    """A scenario with the model in ``folder``, for a process of its own: with what decoded each layer."""
+    found, report = outcome(loaded(folder), ids, policy, scenario, pools)
     return found, report.backends
