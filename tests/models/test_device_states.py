@@ -92,17 +92,17 @@ MORE = {
 }
 
 
-def check_near(ours, theirs, policy):
+def check_near(ours, theirs, policy, scenario):
     """Kernels and torch, behind the same products on the same GPU."""
-    for one, other in zip(ours, theirs, strict=True):
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         assert one.shape == other.shape
         difference = (one - other).abs().float()
-        if not parse_policy(policy).checkpoint.stochastic:
+        if policy != DUAL:
             assert difference.max() < SAME
-        elif one.is_floating_point():
+        else:
             assert difference.median() < ROUNDING
-            if one.ndim == 3:  # logits (B, T, vocabulary), which start from the same stored bits
-                assert ours[0] is not one or difference[:, :QUIET].max() < 10 * SAME
+            if scenario == "steps" and number == 0:  # up to the first flush both read the same stored bits
+                assert difference[:, :QUIET].max() < SAME
 
 
 @pytest.mark.parametrize(("device", "kind", "policy", "scenario"), JOBS, indirect=["device"])
@@ -112,7 +112,7 @@ def test_pools_decode_as_decode_states_do(device, kind, policy, scenario, model_
     theirs, expected = outcome(model, given, policy, scenario, False)
     if device == "cuda":
         assert all(text.startswith("triton on cuda:0: ") for text in report.backends.values())
-        check_near(ours, theirs, policy)
+        check_near(ours, theirs, policy, scenario)
     else:
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
     assert report.exercised == expected.exercised
