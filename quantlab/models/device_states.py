@@ -68,8 +68,8 @@ HeldState: TypeAlias = LayerState | DeviceLayer | DeviceHeadGroups | HostLayer
 class DeviceLayers:
     """The pools of one batch on one device, filled layer by layer as a prefill hands them over.
 
-    forward: what the forward of the model was, to which the layers belong.  sequence_ids: int64 (batch,) or None for 0,
-    1, ...; with seed and layer numbers they name the random bits.
+    sequence_ids: int64 (batch,) or None for 0, 1, ...; with seed and layer numbers they name the random bits.
+    ``numbers``: of the layers that are there.
     """
 
     def __init__(
@@ -77,12 +77,11 @@ class DeviceLayers:
         batch: int,
         device: torch.device,
         *,
-        forward: object = None,
         sequence_ids: Tensor | None = None,
         seed: int = 0,
         drafts: int = 0,
     ):
-        self.forward, self.batch, self.device = forward, batch, device
+        self.batch, self.device = batch, device
         self.numbers: set[int] = set()
         ids = torch.arange(batch) if sequence_ids is None else checks.sequence_ids(sequence_ids, batch)
         self._ids, self._seed, self._drafts = ids, seed, drafts

@@ -337,22 +337,13 @@ class Interception:
         return holding
 
     def _layers_of(self, layer: int, initial: Tensor) -> DeviceLayers:
-        """Where the prefill that runs now holds its layers; ``layer`` is not among them yet."""
-        thread, forward, place = (
-            threading.get_ident(),
-            self._running.forward(),
-            (len(initial), initial.device),
-        )
+        """Where the prefill that this thread runs holds its layers; ``layer`` is not among them yet."""
+        thread, place = threading.get_ident(), (len(initial), initial.device)
         layers = self._device_layers.get(thread)
-        if (
-            layers is None
-            or layers.forward is not forward
-            or (layers.batch, layers.device) != place
-            or layer in layers.numbers
-        ):
-            layers = DeviceLayers(
-                *place, forward=forward, sequence_ids=self.sequence_ids, seed=self.seed, drafts=self.drafts
-            )
+        # The same layer once more is another prompt.
+        if layers is None or (layers.batch, layers.device) != place or layer in layers.numbers:
+            names = self.sequence_ids
+            layers = DeviceLayers(*place, sequence_ids=names, seed=self.seed, drafts=self.drafts)
             self._device_layers[thread] = layers
         return layers
 

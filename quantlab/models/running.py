@@ -39,7 +39,6 @@ class RunningLayers:
         self.abandoned = 0
         self._layers: dict[int, list[Running]] = {}
         self._kept: dict[int, Any] = {}
-        self._forwards: dict[int, object] = {}
 
     def watch(self, model: nn.Module, stack: contextlib.ExitStack) -> None:
         """Hook ``model`` and its layers until ``stack`` closes."""
@@ -71,20 +70,14 @@ class RunningLayers:
         kept = self._kept.get(threading.get_ident())
         return kept if isinstance(kept, int) and kept > 0 else None
 
-    def forward(self) -> object:
-        """The forward of the model that this thread runs, to be told from others; None if a part of it was called."""
-        return self._forwards.get(threading.get_ident())
-
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refuse_packed(None, kwargs)  # some models take such an argument and drop it
         self.abandoned += 1
         self._kept[threading.get_ident()] = kwargs.get("logits_to_keep")
-        self._forwards[threading.get_ident()] = object()
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         self.abandoned -= 1
         self._kept.pop(threading.get_ident(), None)
-        self._forwards.pop(threading.get_ident(), None)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running = Running(int(module.layer_idx), module, (*args, *kwargs.values()))  # pyright: ignore[reportArgumentType]

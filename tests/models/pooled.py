@@ -106,13 +106,15 @@ def crop(run: Run) -> list[Tensor]:
         found.append(forward(run.model, run.ids[:, at : at + count], cache))
         cache.crop(-wrong)
         at += count - wrong
-    found.append(run.decode(cache, at, at + 3))
-    cache.crop(-1)
-    at += 2
-    found.append(forward(run.model, run.ids[:, at : at + 2], cache))
+    found.append(run.decode(cache, at, at + 2))
+    back = min(2, *(int(state.reach.min()) for state in decode_states(cache).values()))
+    cache.crop(-back)
+    at += 2 - back
+    # Five windows of 3 and a token more, so that records stand at odd places when the room for drafts goes.
+    found += [forward(run.model, run.ids[:, n : n + 3], cache) for n in (at, at + 3)]
     for layer in cache.layers:
         layer.record_past = False
-    found.append(run.decode(cache, at + 2, at + 7))
+    found.append(run.decode(cache, at + 6, at + 11))
     return found
 
 
