@@ -305,14 +305,14 @@ class Interception:
     def _start(self, prefill: Prefill, initial: Tensor) -> Holding:
         """A holding that begins at a prefill state (B, heads, value_dim, key_dim)."""
         self.living()
-        batch, heads = initial.shape[:2]
+        batch, heads, value_dim, key_dim = initial.shape
         ids = self.sequence_ids
         if ids is not None and len(ids) != batch:
             raise InputError(
                 "sequence_ids", len(ids), f"one name for each of the {batch} sequences of the batch"
             )
         groups, recurrence = self.rules.of_layer(prefill.layer, heads), prefill.family.recurrence
-        shape = checks.state_shape(heads, *initial.shape[2:4], prefill.key_heads)
+        shape = checks.state_shape(heads, value_dim, key_dim, prefill.key_heads)
         pooled, backend = served(groups, recurrence, shape, initial.device, self._pools)
         if pooled:
             layers = self._layers_of(prefill.layer, initial)
