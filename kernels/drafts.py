@@ -45,15 +45,21 @@ FAMILIES = {
 }
 
 
-def served(policy: str | Policy, family: str, shape: StateShape) -> str | None:
-    """What it is about ``policy``, for a layer of this shape, for which no kernel verifies drafts; None if one does."""
+def served(policy: str | Policy, family: str, shape: StateShape, count: int = 1) -> str | None:
+    """What it is about ``policy``, for a layer of this shape, for which no kernel verifies drafts; None if one does.
+
+    count: of one verification.
+    """
     policy = parse_policy(policy)
     checks.whole_shape(shape)
     if reason := unpoolable(policy, family, shape):
         return f"what a pool has no layout for, which takes {reason}"
     if family not in FAMILIES:
         return f"drafts of the family {family}"
-    return FAMILIES[family].served(policy, shape)
+    if reason := FAMILIES[family].served(policy, shape):
+        return reason
+    most = min(policy.window, FAMILIES[family].most)
+    return None if count <= most else f"{count} drafts at once, more than {most}"
 
 
 def verify_tokens(

@@ -76,11 +76,11 @@ def _update(original: Callable[..., Any]) -> Callable[..., Any]:
 def _reorder(original: Callable[..., Any]) -> Callable[..., Any]:
     def reorder_cache(self: Any, beam_idx: Tensor) -> None:
         held = list(_held(self))
+        for _, holding in held:  # first: what raises leaves the handles where they are
+            holding.state.select(beam_idx)
         original(self, beam_idx)
         for index, holding in held:
-            rows = beam_idx.cpu()
-            holding.state.select(rows)
-            self.recurrent_states[index] = holding.handle(len(rows), self.recurrent_states[index].device)
+            self.recurrent_states[index] = holding.handle(len(beam_idx), self.recurrent_states[index].device)
 
     return reorder_cache
 

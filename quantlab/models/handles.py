@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from quantlab.errors import InputError
+from quantlab.models.device_states import HeldState
 from quantlab.models.families import Family
 from quantlab.recurrences import StepInputs
-from quantlab.schemes import LayerState
 
 if TYPE_CHECKING:
     from quantlab.models.interception import Interception
@@ -24,7 +24,7 @@ class Holding:
     of the forward before it, and ``crop`` takes some back.  recorded: tokens that were read since the last crop.
     """
 
-    def __init__(self, interception: "Interception", family: Family, state: LayerState):
+    def __init__(self, interception: "Interception", family: Family, state: HeldState):
         self.interception, self.family, self.state = interception, family, state
         self.recorded = 0
         self._cache_layer: weakref.ref[Any] | None = None

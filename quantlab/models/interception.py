@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from quantlab.errors import InputError
 from quantlab.models.cache_layers import patch_cache_layers
 from quantlab.models.checks import check_model
+from quantlab.models.device_states import DeviceLayers, HeldState, HostLayer, served
 from quantlab.models.families import Family
 from quantlab.models.families.base import refuse_packed
 from quantlab.models.handles import Holding, Prefill, check_drafts, holding_of
@@ -34,7 +35,7 @@ from quantlab.models.recurrent_layers import op_namespaces, recurrent_layers
 from quantlab.models.report import PolicyReport
 from quantlab.models.running import Running, RunningLayers
 from quantlab.recurrences import StepInputs
-from quantlab.schemes import LayerState, Policy, PolicyRules, checks, parse_rules, start_groups
+from quantlab.schemes import Policy, PolicyRules, checks, parse_rules, start_groups
 from quantlab.schemes.rows import DRAFTS
 from quantlab.schemes.rules import number_text
 
@@ -91,6 +92,8 @@ class Interception:
 
     ``sequence_ids``: int64 (B,) names of the sequences that the next prefill starts, or None for 0 .. B-1.
     ``observer``: told of every layer that starts and of every token that one decodes, or None.
+    pools: whether states are held in pooled memory, which kernels decode on: by default where they can; True wherever
+    there is a layout, False nowhere.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Interception:
         *,
         seed: int = 0,
         drafts: int = DRAFTS,
+        pools: bool | None = None,
     ):
         check_model(model)
         self.rules = parse_rules(policy)
@@ -113,7 +117,10 @@ class Interception:
         self.report = PolicyReport(self.rules, heads, self.living)
         self._model = weakref.ref(model)
         self._running = RunningLayers()
-        self._alive: list[tuple[weakref.ref[Holding], LayerState]] = []
+        self._alive: list[tuple[weakref.ref[Holding], HeldState]] = []
+        self._pools = pools
+        # Of the prefill that each thread is at, for its layers to come; their states keep it.
+        self._device_layers: weakref.WeakValueDictionary[int, DeviceLayers] = weakref.WeakValueDictionary()
         self._undo: contextlib.ExitStack | None = None
 
     def __enter__(self) -> "Interception":
@@ -181,7 +188,7 @@ class Interception:
         """Count what this holding's state exercised, even after its cache is gone."""
         self._alive.append((weakref.ref(holding), holding.state))
 
-    def living(self) -> list[LayerState]:
+    def living(self) -> list[HeldState]:
         """The states whose caches still exist; the others are counted for good and let go."""
         for ref, state in self._alive:
             if ref() is None:
@@ -315,27 +322,47 @@ class Interception:
         self.living()
         if self.observer is not None:
             self.observer.started(prefill, initial)
-        batch, heads = initial.shape[:2]
+        batch, heads, value_dim, key_dim = initial.shape
         ids = self.sequence_ids
         if ids is not None and len(ids) != batch:
             raise InputError(
                 "sequence_ids", len(ids), f"one name for each of the {batch} sequences of the batch"
             )
-        state = start_groups(
-            self.rules.of_layer(prefill.layer, heads),
-            prefill.family.recurrence,
-            initial,
-            key_heads=prefill.key_heads,
-            rates=prefill.rates,
-            seed=self.seed,
-            layer=prefill.layer,
-            sequence_ids=ids,
-            drafts=self.drafts,
-        )
-        self.report.describe(prefill.layer, state)
+        groups, recurrence = self.rules.of_layer(prefill.layer, heads), prefill.family.recurrence
+        shape = checks.state_shape(heads, value_dim, key_dim, prefill.key_heads)
+        pooled, backend = served(groups, recurrence, shape, initial.device, self._pools)
+        if pooled:
+            layers = self._layers_of(prefill.layer, initial)
+            state = layers.add(prefill.layer, groups, recurrence, initial, prefill.key_heads)
+        else:
+            state = start_groups(
+                groups,
+                recurrence,
+                initial.cpu(),
+                key_heads=prefill.key_heads,
+                rates=None if prefill.rates is None else prefill.rates.cpu(),
+                seed=self.seed,
+                layer=prefill.layer,
+                sequence_ids=ids,
+                drafts=self.drafts,
+            )
+            if initial.device.type != "cpu":
+                state = HostLayer(state, initial.device)
+        self.report.describe(prefill.layer, state, backend)
         holding = Holding(self, prefill.family, state)
         self.adopt(holding)
         return holding
+
+    def _layers_of(self, layer: int, initial: Tensor) -> DeviceLayers:
+        """Where the prefill that this thread runs holds its layers; ``layer`` is not among them yet."""
+        thread, place = threading.get_ident(), (len(initial), initial.device)
+        layers = self._device_layers.get(thread)
+        # The same layer once more is another prompt.
+        if layers is None or (layers.batch, layers.device) != place or layer in layers.numbers:
+            names = self.sequence_ids
+            layers = DeviceLayers(*place, sequence_ids=names, seed=self.seed, drafts=self.drafts)
+            self._device_layers[thread] = layers
+        return layers
 
 
 def _answer(stack: contextlib.ExitStack, model: nn.Module, name: str, value: Any) -> None:
@@ -387,11 +414,12 @@ def reset_rows(cache: Any, rows: Tensor) -> None:
                 layer.conv_states[index][rows] = 0
             holding = holding_of(recurrent)
             if holding is not None:
-                zeros = torch.zeros_like(holding.state.materialize()[rows])
+                shape = holding.state.shape
+                zeros = torch.zeros(len(rows), shape.heads, shape.value_dim, shape.key_dim)
                 holding.state.reset(rows, zeros)
 
 
-def decode_states(cache: Any) -> dict[int, LayerState]:
+def decode_states(cache: Any) -> dict[int, HeldState]:
     """The decode state of every recurrent layer of ``cache``, by layer index."""
     found = {}
     for number, layer in enumerate(cache.layers):

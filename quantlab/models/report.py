@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quantlab.schemes import ByteLedger, LayerState, PolicyRules, add_ledgers
+from quantlab.models.device_states import HeldState
+from quantlab.schemes import ByteLedger, PolicyRules, add_ledgers
 from quantlab.schemes.rules import number_text
 
 
@@ -15,11 +16,12 @@ class PolicyReport:
     step_hits, verify_hits, prefill_hits: calls of the recurrent ops by (op, layer), for one decoded token, for several
     that may be taken back, and for a prompt or a chunk of it; a prompt whose last tokens may be taken back counts as
     both.  uncached_hits: those of prefill_hits that ran without a cache, so that no state was kept.  state_dtype:
-    what the model itself would have kept its state in.  conv_bytes: {layer: bytes per sequence} of the convolution
+    what the model itself would have kept its state in.  backends: {layer: what decodes it and where, "triton on cuda:0:
+    ..." or "torch on cpu: ..." with the reason}.  conv_bytes: {layer: bytes per sequence} of the convolution
     states, which no policy touches.
     """
 
-    def __init__(self, rules: PolicyRules, layers: Mapping[int, int], living: Callable[[], list[LayerState]]):
+    def __init__(self, rules: PolicyRules, layers: Mapping[int, int], living: Callable[[], list[HeldState]]):
         self.policy = rules.text
         self.layers = dict(layers)
         self.step_hits: Counter[tuple[str, int]] = Counter()
@@ -27,6 +29,7 @@ class PolicyReport:
         self.prefill_hits: Counter[tuple[str, int]] = Counter()
         self.uncached_hits: Counter[tuple[str, int]] = Counter()
         self.state_dtype: str | None = None
+        self.backends: dict[int, str] = {}
         self.conv_bytes: dict[int, int] = {}
         self._rules = rules
         self._living = living
@@ -34,12 +37,13 @@ class PolicyReport:
         self._ledgers: dict[int, ByteLedger] = {}
         self._effective: dict[int, str] = {}
 
-    def describe(self, layer: int, state: LayerState) -> None:
-        """Take down what is fixed once a layer's decode state exists."""
+    def describe(self, layer: int, state: HeldState, backend: str) -> None:
+        """Take down what is fixed once a layer's decode state exists.  backend: what decodes it, in words."""
+        self.backends[layer] = backend
         self._effective[layer] = state.effective_policy
         self._ledgers[layer] = state.ledger
 
-    def count(self, state: LayerState) -> None:
+    def count(self, state: HeldState) -> None:
         """Take this state's sequences as ended: their exercised counts enter the minimum for good."""
         self._ended = _smaller(self._ended, state.exercised)
 
@@ -112,6 +116,7 @@ class PolicyReport:
             "touched": {str(layer): self.touched(layer) for layer in self.coverage},
             "exercised": self.exercised,
             "state_dtype_of_the_model": self.state_dtype,
+            "backends": {str(layer): text for layer, text in sorted(self.backends.items())},
             "conv_state_bytes": sum(self.conv_bytes.values()),
             "ledger": {side: getattr(ledger, side) for side in ("read", "written", "held")},
             "bits_per_value": ledger.bits_per_value if ledger.values else None,

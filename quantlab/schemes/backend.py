@@ -22,7 +22,10 @@ from quantlab.errors import unknown_name
 
 logger = logging.getLogger(__name__)
 
-FUNCTIONS = {"steps": ("begin_step", "decode_token", "end_step", "load_states")}
+FUNCTIONS = {
+    "steps": ("begin_step", "decode_token", "end_step", "load_states"),
+    "drafts": ("verify_tokens", "end_verify", "begin_commit", "commit_tokens", "end_commit"),
+}
 """Modules of several ops, which work on the same memory: one device is served by the same kind in all of them."""
 
 
@@ -54,7 +57,7 @@ def choose(name: str, device: torch.device | str, *work: Any) -> Backend:
     ``reason`` always.
 
     work: what the op is wanted for, if kernels do not serve all of it; the arguments of the kernel module's
-    ``served``, for ``steps`` a Policy, the family and a StateShape.
+    ``served``, for ``steps`` a Policy, the family and a StateShape, for ``drafts`` also the tokens of a verification.
 
     Raises:
         InputError: there is no op of that name.

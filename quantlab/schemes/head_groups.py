@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantlab.errors import InputError
-from quantlab.recurrences import StepInputs
+from quantlab.recurrences import Recurrence, StepInputs
 from quantlab.schemes import checks
 from quantlab.schemes.ledger import ByteLedger, StateShape, add_ledgers, ledger
 from quantlab.schemes.rules import HeadGroup, number_text
@@ -218,15 +218,7 @@ class HeadGroups:
     @property
     def ledger(self) -> ByteLedger:
         """Bytes of one sequence in this layer.  A group's window holds each key head once that its heads use."""
-        repeat = self.shape.heads // self.shape.key_heads
-        shapes = [
-            replace(state.shape, key_heads=len({head // repeat for head in group.heads}))
-            for state, group in zip(self.states, self.groups, strict=True)
-        ]
-        return add_ledgers(
-            ledger(group.policy, self.recurrence, shape)
-            for group, shape in zip(self.groups, shapes, strict=True)
-        )
+        return groups_ledger(self.groups, self.recurrence, self.shape)
 
     @property
     def bits_per_value(self) -> float:
@@ -296,6 +288,19 @@ class HeadGroups:
                 for buffer, fields in zip(early, held, strict=True):
                     buffer.fields = fields
                 raise
+
+
+def groups_ledger(groups: Sequence[HeadGroup], recurrence: Recurrence, shape: StateShape) -> ByteLedger:
+    """Bytes of one sequence in a layer of ``shape`` whose heads follow the policies of ``groups``."""
+    repeat = shape.heads // shape.key_heads
+    return add_ledgers(
+        ledger(
+            group.policy,
+            recurrence,
+            replace(shape, heads=len(group.heads), key_heads=len({head // repeat for head in group.heads})),
+        )
+        for group in groups
+    )
 
 
 def key_heads_of(heads: Sequence[int], repeat: int) -> list[int]:

@@ -23,6 +23,7 @@ this remainder.  Positions behind the cursor, and behind the drafts that follow 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,15 +110,18 @@ def allocate_pool(
     shape: StateShape,
     slots: int,
     *,
-    layers: int = 1,
+    layers: int | Sequence[int] = 1,
     seed: int = 0,
     drafts: int = 0,
     device: torch.device | str = "cpu",
+    counters: SlotCounters | None = None,
 ) -> list[LayerPool]:
-    """Memory for ``slots`` sequences in ``layers`` layers of one shape; counters start as after a hand-off.
+    """Memory for ``slots`` sequences in layers of one shape; counters start as after a hand-off.
 
-    What the memory holds is undefined until ``pool_rows.put_rows`` or ``load_state`` fills a slot.  drafts: tokens that
-    one verification may add behind a window.
+    What the memory holds is undefined until ``pool_rows.put_state`` or ``load_states`` fills a slot.  layers: how many
+    there are, or the numbers, ascending, that name their random bits (those of the model's layers).  drafts: tokens
+    that one verification may add behind a window.  counters: to share with pools of the same window, whatever their
+    policies and shapes; the seed and the device are then theirs.
 
     Raises:
         InputError: the policy does not fit the family, or keeps something that the pool has no layout for.
@@ -125,25 +129,51 @@ def allocate_pool(
     policy = parse_policy(policy)
     check_policy_fits(policy, family)
     checks.whole_shape(shape)
-    for name, value, least in (("slots", slots, 1), ("layers", layers, 1), ("drafts", drafts, 0)):
+    numbers = _layer_numbers(layers)
+    for name, value, least in (("slots", slots, 1), ("drafts", drafts, 0)):
         if not checks.is_integer(value) or value < least:
             raise InputError(name, value, f"an integer of at least {least}")
     if not checks.is_integer(seed) or not -(2**63) <= seed < 2**63:
         raise InputError("seed", seed, "an integer of 64 bits")
     if reason := unpoolable(policy, family, shape):
         raise InputError("policy", str(policy), reason)
-    device = torch.device(device)
+    if counters is None:
+        counters = new_counters(torch.arange(slots, device=device), seed)
+    elif counters.slots != slots:
+        raise InputError("counters", f"of {counters.slots} slots", f"those of {slots} slots")
+    device = counters.cursor.device
+    return [_layer(policy, family, shape, slots, n, drafts, counters, device) for n in numbers]
 
-    def counter(dtype: torch.dtype) -> Tensor:
-        return torch.zeros(slots, dtype=dtype, device=device)
 
-    counters = SlotCounters(
-        *(counter(torch.int32) for _ in range(3)),
-        store_numbers=counter(torch.int64),
-        sequence_ids=torch.arange(slots, device=device),
-        seed=torch.full((1,), seed, dtype=torch.int64, device=device),
+def new_counters(sequence_ids: Tensor, seed: int = 0) -> SlotCounters:
+    """Counters as after a hand-off of the sequences int64 (S,), on their device."""
+    cursor, origin, pending = (torch.zeros_like(sequence_ids, dtype=torch.int32) for _ in range(3))
+    return SlotCounters(
+        cursor,
+        origin,
+        pending,
+        store_numbers=torch.zeros_like(sequence_ids),
+        sequence_ids=sequence_ids,
+        seed=torch.full((1,), seed, dtype=torch.int64, device=sequence_ids.device),
     )
-    return [_layer(policy, family, shape, slots, n, drafts, counters, device) for n in range(layers)]
+
+
+def _layer_numbers(layers: int | Sequence[int]) -> Sequence[int]:
+    if checks.is_integer(layers):
+        if layers < 1:  # pyright: ignore[reportOperatorIssue]
+            raise InputError("layers", layers, "an integer of at least 1")
+        return range(layers)  # pyright: ignore[reportArgumentType]
+    numbers = list(layers) if isinstance(layers, Sequence) else []
+    plain = numbers and all(checks.is_integer(n) and n >= 0 for n in numbers)
+    if not plain or numbers != sorted(set(numbers)):
+        raise InputError("layers", layers, "how many there are, or their numbers, which go up")
+    return numbers
+
+
+def ring_positions(window: int, drafts: int) -> int:
+    """R of a window with room for ``drafts`` behind it; 0 if there is nothing to hold."""
+    held = window - 1 + drafts
+    return 0 if held == 0 else 1 << (held - 1).bit_length()
 
 
 def _layer(
@@ -157,7 +187,6 @@ def _layer(
     device: torch.device,
 ) -> LayerPool:
     heads, value_dim, key_dim = shape.heads, shape.value_dim, shape.key_dim
-    recurrence = get_recurrence(family)
 
     def memory(dtype: torch.dtype | None, *sizes: int) -> Tensor | None:
         return None if dtype is None else torch.empty((slots, *sizes), dtype=dtype, device=device)
@@ -174,11 +203,6 @@ def _layer(
             block = 16 if name == "nvfp4" else 32
             copy["copy_scales"] = memory(torch.uint8, heads, value_dim, key_dim // block)
         copy["copy_global_scale"] = memory(torch.float32 if name == "nvfp4" else None, heads)
-    held = policy.window - 1 + drafts
-    records = 0 if policy.window == 1 and not drafts else 1 << max(held - 1, 0).bit_length()
-    vectors = BUFFER_DTYPES[policy.options.buffer] if records else None
-    raw = vectors if records and uses_raw(policy, recurrence) else None
-    gates = recurrence.gate_shape(heads, value_dim, key_dim)
     return LayerPool(
         policy=policy,
         family=family,
@@ -188,12 +212,30 @@ def _layer(
         checkpoint=torch.empty((slots, heads, value_dim, key_dim), dtype=code_dtype, device=device),
         checkpoint_scales=memory(scale_dtype, heads, value_dim),
         **copy,
-        k_buffer=memory(vectors, shape.key_heads, records, key_dim),
-        d_buffer=memory(vectors, heads, records, value_dim),
-        v_buffer=memory(raw, heads, records, value_dim),
-        beta_buffer=memory(None if raw is None else torch.float32, heads, records),
-        log_decay_buffer=memory(torch.float32 if records else None, heads, records, *gates[1:]),
+        **window_memory(policy, family, shape, slots, drafts, device),
     )
+
+
+def window_memory(
+    policy: Policy, family: str, shape: StateShape, slots: int, drafts: int, device: torch.device
+) -> dict[str, Tensor | None]:
+    """The records of a ``LayerPool`` with room for ``drafts`` behind the window, undefined."""
+    heads, value_dim, key_dim = shape.heads, shape.value_dim, shape.key_dim
+    recurrence, records = get_recurrence(family), ring_positions(policy.window, drafts)
+
+    def memory(dtype: torch.dtype | None, *sizes: int) -> Tensor | None:
+        return None if dtype is None else torch.empty((slots, *sizes), dtype=dtype, device=device)
+
+    vectors = BUFFER_DTYPES[policy.options.buffer] if records else None
+    raw = vectors if records and uses_raw(policy, recurrence) else None
+    gates = recurrence.gate_shape(heads, value_dim, key_dim)
+    return {
+        "k_buffer": memory(vectors, shape.key_heads, records, key_dim),
+        "d_buffer": memory(vectors, heads, records, value_dim),
+        "v_buffer": memory(raw, heads, records, value_dim),
+        "beta_buffer": memory(None if raw is None else torch.float32, heads, records),
+        "log_decay_buffer": memory(torch.float32 if records else None, heads, records, *gates[1:]),
+    }
 
 
 def unpoolable(policy: Policy, family: str, shape: StateShape) -> str | None:

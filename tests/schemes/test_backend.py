@@ -88,6 +88,14 @@ def test_a_policy_without_a_kernel_falls_back_and_says_why():
         assert found.reason == ("Triton interpreter" if served is None else f"no kernel serves {served}")
 
 
+def test_more_drafts_than_kernels_take_at_once_fall_back():
+    work = parse_policy("fp32@4"), "mamba2", StateShape(4, 64, 128, 2)
+    assert in_triton_process(choose, "drafts.verify_tokens", "cpu", *work, 4, interpret=True).kind == "triton"
+    found = in_triton_process(choose, "drafts.verify_tokens", "cpu", *work, 5, interpret=True)
+    assert found.kind == "torch"
+    assert found.reason == "no kernel serves 5 drafts at once, more than 4"
+
+
 def test_ops_are_the_modules_that_define_them():
     assert "dual_read" in ops()
     assert "steps" not in ops()

@@ -245,3 +245,41 @@ def test_a_state_of_another_kind_cannot_be_put():
     state = start("fp16@4", "mamba2", s.initial, key_heads=2, layer=1)
     with pytest.raises(InputError, match=r"^slots 2: expected 3, one a row"):
         put_state(pool, torch.tensor([0, 1]), state)
+
+
+def test_layers_may_have_numbers_of_their_own_and_share_counters_with_others():
+    """The numbers name random bits; pools of one window step together whatever their policies and shapes."""
+    s = inputs_of("mamba2", 5, 2)
+    wide = replace(SHAPE, key_heads=4)
+    pools = allocate_pool("fp16+sr@2", "mamba2", SHAPE, 2, layers=[4, 9], seed=3)
+    pools += allocate_pool("bf16@2", "mamba2", wide, 2, layers=(5,), counters=pools[0].counters)
+    assert [pool.layer for pool in pools] == [4, 9, 5]
+    slots, expected = torch.tensor([0, 1], dtype=torch.int32), []
+    for pool in pools:
+        load_states(pool, slots, s.initial)
+        options = {"key_heads": pool.shape.key_heads, "seed": 3, "layer": pool.layer}
+        expected.append(start(str(pool.policy), "mamba2", s.initial, **options))
+    for t in range(5):
+        plan = begin_step(pools[0].counters, slots, 2)
+        for pool, state in zip(pools, expected, strict=True):
+            inputs = s.step(t)
+            if pool.shape == wide:
+                inputs = replace(inputs, q=inputs.q.repeat(1, 2, 1), k=inputs.k.repeat(1, 2, 1))
+            assert torch.equal(decode_token(pool, inputs, plan), state.step(inputs))
+        end_step(plan)
+    (other,) = allocate_pool("fp16+sr@2", "mamba2", SHAPE, 2, layers=[5], seed=3)
+    load_states(other, slots, s.initial)
+    load_states(pools[0], slots, s.initial)
+    assert not torch.equal(other.checkpoint, pools[0].checkpoint)
+
+
+@pytest.mark.parametrize("layers", [0, -1, True, 1.5, [], [3, 1], [2, 2], [-1], ["a"], None])
+def test_layer_numbers_go_up(layers):
+    with pytest.raises(InputError, match=r"^layers "):
+        allocate_pool("fp32@4", "mamba2", SHAPE, 2, layers=layers)
+
+
+def test_counters_of_other_slots_are_refused():
+    counters = allocate_pool("fp32@4", "mamba2", SHAPE, 3)[0].counters
+    with pytest.raises(InputError, match=r"^counters 'of 3 slots': expected those of 2 slots"):
+        allocate_pool("fp32@4", "mamba2", SHAPE, 2, counters=counters)
