@@ -91,7 +91,7 @@ class DecodeGraph:
         self._shared: dict[int, SlotCounters] = {}
         self.pools = {layer: self._pool(layer, shape, seed) for layer, shape in shapes.items()}
         self._serving = {layer: self._backends(pool) for layer, pool in self.pools.items()}
-        self._cache = static_cache(model.config, filled, batch, length)
+        self._cache: Any = static_cache(model.config, filled, batch, length)
         self._slots = torch.arange(batch, dtype=torch.int32, device=self.device)
         self._tokens = torch.zeros((batch, 1), dtype=torch.long, device=self.device)
         self._positions = torch.zeros((1, 1), dtype=torch.long, device=self.device)
@@ -229,7 +229,8 @@ class DecodeGraph:
         """The cache behind prompts, and the logits (rows, vocabulary) of their last tokens."""
         from transformers import DynamicCache
 
-        cache = DynamicCache(config=self._model.config)
+        config: Any = self._model.config
+        cache = DynamicCache(config=config)
         return cache, self._call(ids, cache)
 
     def _call(self, ids: Tensor, cache: Any, **options: Any) -> Tensor:

@@ -24,7 +24,7 @@ def static_cache(config: Any, filled: Any, batch: int, length: int) -> Any:
     """
     from transformers import StaticCache
 
-    cache = StaticCache(config=config, max_cache_len=length)
+    cache: Any = StaticCache(config=config, max_cache_len=length)
     for static, dynamic in zip(cache.layers, filled.layers, strict=False):
         for index, conv in getattr(dynamic, "conv_states", {}).items():
             if conv is None:

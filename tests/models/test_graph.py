@@ -70,7 +70,7 @@ def test_a_policy_for_each_layer(built, tmp_path):
     with run_with_policy(model, path):
         expected = decode(model, ids, PROMPT)
     assert ((found - expected).abs().amax((1, 2)) <= SAME).sum() >= 2
-    assert (found - forced(DecodeGraph(model, "fp32@4", 3, 20), ids)).abs().max() > 1e-2
+    assert (found - forced(DecodeGraph(model, "fp32@4", 3, 20), ids)).abs().max() > 10 * SAME
 
 
 def test_generate_is_greedy(built):
@@ -119,7 +119,7 @@ def test_grouped_attention_is_attention(boolean):
 
 def test_what_is_refused(built, tmp_path):
     model = built("falcon_h1")
-    for batch, length in ((0, 8), (2, 0), (True, 8), (2, 1.5)):
+    for batch, length in ((0, 8), (2, 0), (True, 8), (2, -1)):
         with pytest.raises(InputError, match=r"^(batch|length) .*integer of at least 1"):
             DecodeGraph(model, "fp32@1", batch, length)
     with pytest.raises(InputError, match=r"^model 'mamba1 at layer 0'"):
