@@ -22,7 +22,7 @@ from quantlab.models.patching import replace as patch
 from quantlab.models.recurrent_layers import op_namespaces, recurrent_layers
 from quantlab.models.running import RunningLayers
 from quantlab.models.static_cache import fill_rows, group_attention, set_length, static_cache
-from quantlab.recurrences import get_recurrence
+from quantlab.recurrences import StepInputs, get_recurrence
 from quantlab.schemes import Policy, PolicyRules, backend, checks, parse_rules
 from quantlab.schemes.ledger import ByteLedger, StateShape, add_ledgers, ledger
 from quantlab.schemes.pool import LayerPool, SlotCounters, allocate_pool
@@ -84,7 +84,7 @@ class DecodeGraph:
             {layer: each.family.recurrence for layer, each in found.items()},
         )
         parameter = next(model.parameters())
-        self.device, self._dtype = parameter.device, parameter.dtype
+        self.device, self.dtype = parameter.device, parameter.dtype
         self._running, self._namespaces = RunningLayers(), op_namespaces(model)
         self._families = {layer: each.family for layer, each in found.items()}
         shapes, filled = self._geometry()
@@ -92,12 +92,12 @@ class DecodeGraph:
         self.pools = {layer: self._pool(layer, shape, seed) for layer, shape in shapes.items()}
         self._serving = {layer: self._backends(pool) for layer, pool in self.pools.items()}
         self._cache: Any = static_cache(model.config, filled, batch, length)
-        self._slots = torch.arange(batch, dtype=torch.int32, device=self.device)
+        self.slots = torch.arange(batch, dtype=torch.int32, device=self.device)
         self._tokens = torch.zeros((batch, 1), dtype=torch.long, device=self.device)
         self._positions = torch.zeros((1, 1), dtype=torch.long, device=self.device)
         self._plans: dict[int, Any] = {}
         self._held = self._steps = 0
-        self._graph, self._logits = None, torch.empty(0)
+        self._graph, self.logits = None, torch.empty(0)
         if self.device.type == "cuda":
             self._capture()
 
@@ -120,11 +120,19 @@ class DecodeGraph:
             fill_rows(self._cache, filled, rows)
             for layer, pool in self.pools.items():
                 dense = self._families[layer].to_state(filled.layers[layer].recurrent_states[0].float())
-                self._serving[layer]["load_states"].function(pool, self._slots[rows], dense)
-        self._held, self._steps = ids.shape[1], 0
-        set_length(self._cache, self._held)
-        self._positions.fill_(self._held)
+                self.load_states(pool, self.slots[rows], dense)
+        self.resume(ids.shape[1])
         return torch.cat(logits)
+
+    def load_states(self, pool: LayerPool, slots: Tensor, dense: Tensor) -> None:
+        """Hand unrounded states (n, heads, value_dim, key_dim) to slots of one of ``pools``."""
+        self._serving[pool.layer]["load_states"].function(pool, slots, dense)
+
+    def resume(self, held: int) -> None:
+        """Every sequence holds ``held`` tokens, as whoever filled pools and caches knows."""
+        self._held, self._steps = held, 0
+        set_length(self._cache, held)
+        self._positions.fill_(held)
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -138,13 +146,18 @@ class DecodeGraph:
         if tuple(tokens.shape) != (self.batch,):
             raise InputError("tokens", tuple(tokens.shape), f"({self.batch},)")
         self._tokens.copy_(tokens[:, None])
+        self.replay()
+        self._held, self._steps = self._held + 1, self._steps + 1
+        return self.logits
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """A step with the tokens of the last one, unchecked and uncounted."""
         if self._graph is None:
             with self._patched():
-                self._logits = self._forward()
+                self.logits = self._forward()
         else:
             self._graph.replay()
-        self._held, self._steps = self._held + 1, self._steps + 1
-        return self._logits
 
     def generate(self, ids: Tensor, count: int) -> Tensor:
         """The greedy continuation (batch, count) of prompts (batch, n).  Raises Diverged once logits are not finite."""
@@ -205,12 +218,12 @@ class DecodeGraph:
         return shapes, filled
 
     def _pool(self, layer: int, shape: StateShape, seed: int) -> LayerPool:
-        groups = self.rules.of_layer(layer, shape.heads)
-        if len(groups) > 1:
+        group, *others = self.rules.of_layer(layer, shape.heads)
+        if others:
             raise InputError(
                 "policy", self.rules.text, f"one policy for all heads of a layer, of layer {layer} too"
             )
-        policy, family = groups[0].policy, self._families[layer].recurrence
+        policy, family = group.policy, self._families[layer].recurrence
         (pool,) = allocate_pool(policy, family, shape, self.batch, seed=seed, device=self.device)
         # Windows of one length move together.
         counters = self._shared.setdefault(policy.window, pool.counters)
@@ -250,7 +263,7 @@ class DecodeGraph:
             torch.cuda.current_stream(self.device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                self._logits = self._forward()
+                self.logits = self._forward()
         self._graph = graph
 
     # -- a step
@@ -264,13 +277,25 @@ class DecodeGraph:
             yield
 
     def _forward(self) -> Tensor:
-        for window, counters in self._shared.items():
-            self._plans[window] = self._op(window, "begin_step")(counters, self._slots, window)
-        logits = self._call(self._tokens, self._cache, position_ids=self._positions)
-        for window, plan in self._plans.items():
-            self._op(window, "end_step")(plan)
+        with self.windows():
+            logits = self._call(self._tokens, self._cache, position_ids=self._positions)
         self._positions.add_(1)
         return logits
+
+    @contextlib.contextmanager
+    def windows(self) -> Iterator[None]:
+        """One token of every sequence: inside, ``decode`` once a layer."""
+        for window, counters in self._shared.items():
+            self._plans[window] = self._op(window, "begin_step")(counters, self.slots, window)
+        yield
+        for window, plan in self._plans.items():
+            self._op(window, "end_step")(plan)
+
+    def decode(self, layer: int, inputs: StepInputs) -> Tensor:
+        """A layer's outputs (batch, heads, value_dim) for one token, in the dtype of ``inputs.v``."""
+        pool = self.pools[layer]
+        plan = self._plans[pool.policy.window]
+        return self._serving[layer]["decode_token"].function(pool, inputs, plan)
 
     def _op(self, window: int, name: str) -> Callable[..., Any]:
         layer = next(layer for layer, pool in self.pools.items() if pool.policy.window == window)
@@ -281,17 +306,14 @@ class DecodeGraph:
             running = self._running.innermost()
             if running is None:
                 return original(*args, **kwargs)
-            pool = self.pools[running.layer]
             call = family.token_inputs(running.module, *args, **kwargs)
             gates = ("log_decay", "beta")
             given = {
-                name: value.to(value.dtype if name in gates else self._dtype).contiguous()
+                name: value.to(value.dtype if name in gates else self.dtype).contiguous()
                 for name, value in vars(call.inputs).items()
                 if value is not None
             }
             inputs = replace(call.inputs, **given)
-            plan = self._plans[pool.policy.window]
-            output = self._serving[running.layer]["decode_token"].function(pool, inputs, plan)
-            return call.finish(output, call.state)
+            return call.finish(self.decode(running.layer, inputs), call.state)
 
         return step
