@@ -108,7 +108,7 @@ def split_of(
         return time_steps({"": graph}, held, rounds)[""].median, graph
 
     whole, graph = rest()
-    busy = _busy(graph)
+    busy = _busy(graph, held)
     del graph
     attention = whole - rest((geometry.attention,))[0]
     mlp = whole - rest(geometry.mlp)[0]
@@ -141,11 +141,12 @@ def _elapsed(work: Callable[[], object], steps: int) -> float:
     return begin.elapsed_time(end) * 1e3 / steps
 
 
-def _busy(graph: DecodeGraph) -> float | None:
+def _busy(graph: DecodeGraph, held: int) -> float | None:
     """Microseconds that a step's kernels take in all, by torch's profiler; None where it sees none."""
     from torch.profiler import ProfilerActivity, profile
 
     times = []
+    graph.resume(held)
     for _ in range(3):
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             graph.replay()
