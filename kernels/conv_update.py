@@ -8,7 +8,7 @@ load neighbouring words; W = 4 in float32 is a line of 16 bytes a lane.  Other w
 
 # A constexpr stands for the value that it wraps, and a jit function returns; a type checker does not know that.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportIndexIssue=false
+# pyright: reportIndexIssue=false, reportAssignmentType=false
 
 from dataclasses import dataclass
 from typing import Any

@@ -59,7 +59,8 @@ def mamba2_inputs(
     ``mamba2_selective_state_update`` rounds dt + dt_bias and the step to the model's dtype, too.)
 
     x: (batch, H, P), dt: (batch, H), raw; B, C: (batch, G, N): float32, bfloat16 or float16, the numbers of a row
-    neighbours.  dt_bias, A, A_log: (H,), contiguous; one of A and A_log.  dtype: of q, k and v; that of x where it is None.
+    neighbours.  dt_bias, A, A_log: (H,), contiguous; one of A and A_log.  dtype: of q, k and v; that of x where it is
+    None.
 
     Returns: contiguous q and k (batch, G, N), v (batch, H, P); log_decay (batch, H) in float32.
 
@@ -69,6 +70,7 @@ def mamba2_inputs(
     x, B = row_arguments.batched("x", x, 3), row_arguments.batched("B", B, 3)
     (batch, heads, value_dim), device = _three("x", x), x.device
     _, groups, key_dim = _three("B", B)
+    _check_groups("B", groups, heads)
     strides = (
         row_arguments.rows("x", x, (batch, heads, value_dim), device),
         row_arguments.rows("dt", dt, (batch, heads), device),
@@ -191,6 +193,7 @@ def _delta_inputs(
     query, value = row_arguments.batched("query", query, 3), row_arguments.batched("value", value, 3)
     (batch, key_heads, key_dim), device = _three("query", query), query.device
     _, heads, value_dim = _three("value", value)
+    _check_groups("query", key_heads, heads)
     by_channel = gate[0] == "g"
     gate_sizes = (batch, heads, key_dim) if by_channel else (batch, heads)
     strides = (
@@ -255,6 +258,11 @@ def _three(name: str, given: Tensor) -> tuple[int, int, int]:
         raise InputError(name, tuple(given.shape), "shape (batch, heads, dim)")
     batch, heads, dim = given.shape
     return batch, heads, dim
+
+
+def _check_groups(name: str, key_heads: int, heads: int) -> None:
+    if heads % key_heads:
+        raise InputError(name, f"{key_heads} key heads", f"a number that divides {heads} heads")
 
 
 @triton.jit

@@ -49,21 +49,20 @@ def gated_norm(
 
     y, gate, x (B, ...), weight of as many numbers as a row or fewer, D (H,); returns the shape of y, the dtype of gate.
     """
-    dtype, batch = gate.dtype, y.shape[0]
-    value = y.reshape(batch, -1)
+    dtype, value = gate.dtype, y.flatten(1)
     if D is not None and x is not None:
-        skip = D.float()[:, None] * x.float().reshape(batch, D.shape[0], -1)
-        value = value.float() + skip.reshape(batch, -1)
+        skip = D.float()[:, None] * x.float().flatten(1).unflatten(1, (D.shape[0], -1))
+        value = value.float() + skip.flatten(1)
     value = value.to(dtype).float()
-    factor = gate.float().reshape(batch, -1)
+    factor = gate.float().flatten(1)
     factor = F.silu(factor) if activation == "silu" else factor.sigmoid()
     if not norm_before_gate:
         value = value * factor
-    groups = value.view(batch, -1, group_size)
+    groups = value.unflatten(1, (-1, group_size))
     normalised = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)
-    normalised = normalised.view(batch, -1, weight.shape[0])
+    normalised = normalised.flatten(1).unflatten(1, (-1, weight.shape[0]))
     value = weight * normalised.to(dtype) if rounds_norm else weight.float() * normalised
-    value = value.view(batch, -1)
+    value = value.flatten(1)
     if norm_before_gate:
         value = value * factor
     return value.to(dtype).view(y.shape)
