@@ -46,7 +46,7 @@ def configuration(groups: int, group_size: int) -> Configuration:
 
 def gated_norm(
     y: Tensor,
-    gate: Tensor,
+    gate: Tensor | None,
     weight: Tensor,
     eps: float,
     group_size: int,
@@ -61,6 +61,7 @@ def gated_norm(
 
     h = y + D x (h = y without D), rounded to the model's dtype, which is that of ``gate``
     norm_before_gate=False: weight n(h act(gate)), True: weight n(h) act(gate), with n(h) = h rsqrt(mean(h^2) + eps)
+    without a gate: weight n(h), and the model's dtype is that of ``y``
 
     All in float32, but for what the models round to their dtype.  rounds_norm: n is rounded before the weight, and
     its product with a weight of the same dtype once more, as transformers does in ``MambaRMSNormGated`` and its kin
@@ -70,12 +71,12 @@ def gated_norm(
     as its caller does next.
 
     y: (B, ...), float32, bfloat16 or float16; the numbers of a row neighbours, as in gate and x.
-    gate: (B, ...) of as many numbers a row, its dtype the model's.
+    gate: (B, ...) of as many numbers a row, its dtype the model's; None for a norm alone.
     weight: contiguous, of as many numbers as a row, or of fewer that are repeated (the value dim of heads); a multiple
     of group_size.
     D: (H,) with x: (B, ...), as many numbers a row as y; number i of a row belongs to head i // (width / H).
 
-    Returns: shape of y, dtype of gate, contiguous.
+    Returns: shape of y, the model's dtype, contiguous.
 
     Raises:
         InputError: an argument does not fit; names it, and nothing was launched.
@@ -83,7 +84,7 @@ def gated_norm(
     y = row_arguments.batched("y", y, 2)
     batch, width, device = y.shape[0], row_arguments.width(y), y.device
     y_stride = row_arguments.rows("y", y, tuple(y.shape), device)
-    gate_stride = _beside("gate", gate, y)
+    gate_stride = 0 if gate is None else _beside("gate", gate, y)
     weights = _weights(weight, width, device)
     _check_group(group_size, weights)
     if activation not in ("silu", "sigmoid"):
@@ -97,7 +98,7 @@ def gated_norm(
         row_arguments.whole("D", D, (heads,), device)
         if heads < 1 or width % heads:
             raise InputError("D", row_arguments.described(D), f"one a head, a divisor of {width} of them")
-    output = torch.empty(tuple(y.shape), dtype=gate.dtype, device=device)
+    output = torch.empty(tuple(y.shape), dtype=(y if gate is None else gate).dtype, device=device)
     if output.numel():
         groups = batch * (width // group_size)
         chosen = configuration(groups, group_size)
@@ -165,19 +166,22 @@ def gated_norm_kernel(
     row = (item // GROUPS).to(tl.int64)[:, None]
     at = (item % GROUPS * GROUP)[:, None] + column[None, :]
     value = widened(tl.load(y + row * y_stride + at, mask=inside, other=0))
-    factor = widened(tl.load(gate + row * gate_stride + at, mask=inside, other=0))
+    factor = None
+    if gate is not None:
+        factor = widened(tl.load(gate + row * gate_stride + at, mask=inside, other=0))
     own = tl.broadcast_to(column[None, :], (R, BLOCK)) if WEIGHTS == GROUP else at % WEIGHTS
     scale = tl.load(weight + own, mask=inside, other=0)
     if D is not None:
         skip = widened(tl.load(D + at // P, mask=inside, other=0))
         value += skip * widened(tl.load(x + row * x_stride + at, mask=inside, other=0))
     value = widened(narrowed(value, model))
-    if SILU:
-        factor = factor * sigmoid(factor)
-    else:
-        factor = sigmoid(factor)
-    if not BEFORE:
-        value *= factor
+    if gate is not None:
+        if SILU:
+            factor = factor * sigmoid(factor)
+        else:
+            factor = sigmoid(factor)
+        if not BEFORE:
+            value *= factor
     mean = tl.sum(tl.where(inside, value * value, 0.0), 1) * (1.0 / GROUP)
     value *= tl.rsqrt(mean + EPS)[:, None]
     if ROUNDS:
@@ -186,6 +190,6 @@ def gated_norm_kernel(
             value = widened(narrowed(value, model))
     else:
         value *= widened(scale)
-    if BEFORE:
+    if gate is not None and BEFORE:
         value *= factor
     tl.store(output + row * WIDTH + at, narrowed(value, model), mask=inside)

@@ -34,7 +34,7 @@ def conv_update(
 
 def gated_norm(
     y: Tensor,
-    gate: Tensor,
+    gate: Tensor | None,
     weight: Tensor,
     eps: float,
     group_size: int,
@@ -47,23 +47,26 @@ def gated_norm(
 ) -> Tensor:
     """Grouped RMS norm with a gate, behind Mamba-2's skip; see ``quantlab.kernels.gated_norm``.
 
-    y, gate, x (B, ...), weight of as many numbers as a row or fewer, D (H,); returns the shape of y, the dtype of gate.
+    y, gate, x (B, ...), weight of as many numbers as a row or fewer, D (H,); returns the shape of y, the dtype of gate,
+    or of y if there is none.
     """
-    dtype, value = gate.dtype, y.flatten(1)
+    dtype, value = (y if gate is None else gate).dtype, y.flatten(1)
     if D is not None and x is not None:
         skip = D.float()[:, None] * x.float().flatten(1).unflatten(1, (D.shape[0], -1))
         value = value.float() + skip.flatten(1)
     value = value.to(dtype).float()
-    factor = gate.float().flatten(1)
-    factor = F.silu(factor) if activation == "silu" else factor.sigmoid()
-    if not norm_before_gate:
+    factor = None
+    if gate is not None:
+        factor = gate.float().flatten(1)
+        factor = F.silu(factor) if activation == "silu" else factor.sigmoid()
+    if factor is not None and not norm_before_gate:
         value = value * factor
     groups = value.unflatten(1, (-1, group_size))
     normalised = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)
     normalised = normalised.flatten(1).unflatten(1, (-1, weight.shape[0]))
     value = weight * normalised.to(dtype) if rounds_norm else weight.float() * normalised
     value = value.flatten(1)
-    if norm_before_gate:
+    if factor is not None and norm_before_gate:
         value = value * factor
     return value.to(dtype).view(y.shape)
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from quantlab.errors import InputError
 from quantlab.models.checks import check_model
-from quantlab.models.families import Family
+from quantlab.models.families import Family, mamba2
+from quantlab.models.fusion import fuse, fused_token
 from quantlab.models.interception import cache_keyword
 from quantlab.models.patching import replace as patch
 from quantlab.models.recurrent_layers import op_namespaces, recurrent_layers
@@ -96,6 +97,7 @@ class DecodeGraph:
         self._tokens = torch.zeros((batch, 1), dtype=torch.long, device=self.device)
         self._positions = torch.zeros((1, 1), dtype=torch.long, device=self.device)
         self._plans: dict[int, Any] = {}
+        self._skips: dict[int, tuple[Tensor, Tensor]] = {}
         self._held = self._steps = 0
         self._graph, self.logits = None, torch.empty(0)
         if self.device.type == "cuda":
@@ -272,6 +274,8 @@ class DecodeGraph:
         with contextlib.ExitStack() as stack:
             self._running.watch(self._model, stack)
             group_attention(stack, self._model)
+            self._skips.clear()
+            fuse(stack, self._model, [file for file, _ in self._namespaces], self._skips)
             for file, family in self._namespaces:
                 patch(stack, file, family.step_op, lambda op, f=family: self._adapter(op, f))
             yield
@@ -279,6 +283,7 @@ class DecodeGraph:
     def _forward(self) -> Tensor:
         with self.windows():
             logits = self._call(self._tokens, self._cache, position_ids=self._positions)
+        assert not self._skips, "a norm that was to add D x did not run"
         self._positions.add_(1)
         return logits
 
@@ -291,11 +296,11 @@ class DecodeGraph:
         for window, plan in self._plans.items():
             self._op(window, "end_step")(plan)
 
-    def decode(self, layer: int, inputs: StepInputs) -> Tensor:
-        """A layer's outputs (batch, heads, value_dim) for one token, in the dtype of ``inputs.v``."""
+    def decode(self, layer: int, inputs: StepInputs, output: Tensor | None = None) -> Tensor:
+        """A layer's outputs (batch, heads, value_dim) for one token, in ``output`` or in the dtype of ``inputs.v``."""
         pool = self.pools[layer]
         plan = self._plans[pool.policy.window]
-        return self._serving[layer]["decode_token"].function(pool, inputs, plan)
+        return self._serving[layer]["decode_token"].function(pool, inputs, plan, output)
 
     def _op(self, window: int, name: str) -> Callable[..., Any]:
         layer = next(layer for layer, pool in self.pools.items() if pool.policy.window == window)
@@ -306,6 +311,11 @@ class DecodeGraph:
             running = self._running.innermost()
             if running is None:
                 return original(*args, **kwargs)
+            if family is mamba2.FAMILY and (
+                token := fused_token(running.module, self._skips, *args, **kwargs)
+            ):
+                output = torch.empty(token.v.shape, dtype=torch.float32, device=token.v.device)
+                return self.decode(running.layer, token, output)
             call = family.token_inputs(running.module, *args, **kwargs)
             gates = ("log_decay", "beta")
             given = {

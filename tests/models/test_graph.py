@@ -16,6 +16,7 @@ POLICIES = ("fp32@1", "fp16+sr/nvfp4@4")
 PROMPT, STEPS = 5, 13
 # As for the interception: logits of the tiny models are of order 10, and float32 sums run in another order.
 SAME = 2e-5
+TURNED = 0.2
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +46,22 @@ def forced(graph, ids):
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in POOLED]
 )
 def test_steps_are_those_of_the_interception(built, name):
-    """The same stored bits, stochastic ones too: three windows and a bit, then other sequences in the same memory."""
-    model = built(name)
+    """Three windows and a bit, then other sequences in the same memory.
+
+    Float32 sums in another order let a few of the roundings fall to the other side, stochastic ones above all: what
+    that does is a small part of what the policy does.
+    """
+    model, plain = built(name), {}
     for policy in POLICIES:
         graph = DecodeGraph(model, policy, 3, PROMPT + STEPS, seed=7)
         for seed in (0, 1):
             ids = tokens(seed=seed)
             with run_with_policy(model, policy, seed=7) as report:
                 expected = decode(model, ids, PROMPT)
-            found = forced(graph, ids)
-            # A stored number one step apart, where float32 sums in another order cross a boundary, is no error: rows
-            # are equal to rounding, or they are few.
-            off = (found - expected).abs().amax((1, 2)) > SAME
-            assert not off.any() if policy == "fp32@1" else off.sum() <= 1
+            effect = (expected - plain.setdefault(seed, expected)).abs().max()
+            difference = (forced(graph, ids) - expected).abs().max()
+            assert difference <= max(SAME, TURNED * effect)
+            assert policy == "fp32@1" or effect > 10 * SAME
         assert graph.report.steps == STEPS
         assert graph.report.ledger == report.ledger
         assert set(graph.report.backends) == set(ARCHITECTURES[name].layers)
@@ -148,14 +152,14 @@ def test_on_cuda_a_graph_is_the_step_of_the_cpu(built, name):
     """Two windows and a bit; another prompt in the same memory gives what it gave the first time."""
     import copy
 
-    model, ids = built(name), tokens(count=PROMPT + 11)
+    model, ids, plain = built(name), tokens(count=PROMPT + 11), None
     for policy in ("fp32@1", "fp32/nvfp4@4"):
         expected = forced(DecodeGraph(model, policy, 3, 20), ids)
+        plain = expected if plain is None else plain
         graph = DecodeGraph(copy.deepcopy(model).cuda(), policy, 3, 20)
         found = forced(graph, ids.cuda()).cpu()
-        # Kernels and cuBLAS sum in other orders; a code of the copy may fall to the other side in one sequence.
-        off = (found - expected).abs().amax((1, 2)) > 1e-3
-        assert not off.any() if policy == "fp32@1" else off.sum() <= 1
+        effect = (expected - plain).abs().max()
+        assert (found - expected).abs().max() <= max(10 * SAME, TURNED * effect)
         assert all("triton" in text for text in graph.report.backends.values())
         forced(graph, tokens(count=PROMPT + 4, seed=5).cuda())
         assert torch.equal(forced(graph, ids.cuda()).cpu(), found)
