@@ -327,7 +327,7 @@ CASES: dict[str, Case] = {
     "norm of a float32 weight": norm((2, 96), 96, False, weight=FP32),
     "norm of sigmoid gates": norm((4, 32), 32, True, activation="sigmoid", rounds_norm=False),
     "norm rounded once": norm((2, 96), 48, False, rounds_norm=False),
-    "norm of many groups": norm((40, 16, 16), 16, True, weights=16, together=True),
+    "norm of many groups": norm((40, 16, 16), 16, True, FP32, weights=16, together=True),
     "mamba2": mamba2(2, 6, 80, 3, 32, BF16),
     "mamba2 of one row": mamba2(1, 6, 80, 3, 32, BF16, into=FP32),
     "mamba2 float32": mamba2(5, 6, 16, 3, 32, FP32),

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from quantlab.models import glue
 from quantlab.recurrences import get_recurrence
+from tests.models.decoding import forward, new_cache
 
 U = 2.0**-24
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -233,3 +234,74 @@ def test_the_families_get_what_the_twins_give():
     rounded = glue.gated_delta_inputs(query, key, value, a, b, rate, bias, dtype=BF16)
     assert torch.equal(rounded.q, inputs.q.bfloat16())
     assert torch.equal(rounded.log_decay, inputs.log_decay)
+
+
+def seen_by(mixer, model, token, cache):
+    """What a layer's mixer got and gave for one token."""
+    caught = {}
+    hooks = [
+        mixer.register_forward_pre_hook(
+            lambda _, args, kwargs: caught.update(given=args[0] if args else kwargs["hidden_states"]),
+            with_kwargs=True,
+        ),
+        mixer.register_forward_hook(lambda _, __, output: caught.update(got=output)),
+    ]
+    forward(model, token, cache)
+    for hook in hooks:
+        hook.remove()
+    return caught["given"], caught["got"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["mamba2", "gated_delta"])
+def test_a_layer_made_of_twins_is_the_models_layer(kind, tmp_path):
+    """Convolution, inputs, recurrence, norm: one decode step of a mixer in float32.  Either side's sums have fewer than
+    256 terms, each rounded once, and three of them follow each other: 2^-15 of the largest number at most.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from quantlab.models import build_tiny
+    from quantlab.models.recurrent_layers import recurrent_layers
+
+    model = AutoModelForCausalLM.from_pretrained(build_tiny(kind, tmp_path), dtype=FP32)
+    ids = torch.randint(0, 256, (3, 9), generator=torch.Generator().manual_seed(7))
+    cache = new_cache(model)
+    forward(model, ids[:, :8], cache)
+    index, layer = next(iter(recurrent_layers(model).items()))
+    mixer, kept = layer.module, cache.layers[index]
+    conv_state, state = kept.conv_states[0].clone(), kept.recurrent_states[0].clone()
+    given, expected = seen_by(mixer, model, ids[:, 8:], cache)
+    conv = mixer.conv1d
+    step = {"weight": conv.weight[:, 0], "bias": conv.bias, "activation": "silu"}
+    recurrence = get_recurrence(layer.family.recurrence)
+    if kind == "mamba2":
+        heads, value_dim, groups, key_dim = (
+            mixer.num_heads,
+            mixer.head_dim,
+            mixer.n_groups,
+            mixer.ssm_state_size,
+        )
+        width, keys = heads * value_dim, groups * key_dim
+        gate, columns, dt = mixer.in_proj(given)[:, 0].split([width, width + 2 * keys, heads], 1)
+        x, b, c = glue.conv_update(conv_state, columns, **step).split([width, keys, keys], 1)
+        x, b, c = x.view(3, heads, value_dim), b.view(3, groups, key_dim), c.view(3, groups, key_dim)
+        inputs = glue.mamba2_inputs(x, dt, b, c, mixer.dt_bias, A_log=mixer.A_log)
+        y = recurrence.step(state, inputs)[1].flatten(1)
+        group_size = getattr(mixer.norm, "group_size", width)
+        norm, eps = mixer.norm.weight, mixer.norm.variance_epsilon
+        y = glue.gated_norm(y, gate, norm, eps, group_size, False, D=mixer.D, x=x)
+    else:
+        sizes = (mixer.num_k_heads, mixer.head_k_dim), (mixer.num_v_heads, mixer.head_v_dim)
+        widths = [mixer.key_dim, mixer.key_dim, mixer.value_dim]
+        q, k, v = glue.conv_update(conv_state, mixer.in_proj_qkv(given)[:, 0], **step).split(widths, 1)
+        vectors = q.view(3, *sizes[0]), k.view(3, *sizes[0]), v.view(3, *sizes[1])
+        gates = mixer.in_proj_a(given)[:, 0], mixer.in_proj_b(given)[:, 0]
+        inputs = glue.gated_delta_inputs(*vectors, *gates, mixer.A_log, mixer.dt_bias)
+        y = recurrence.step(layer.family.to_state(state), inputs)[1]
+        z = mixer.in_proj_z(given)[:, 0].view(y.shape)
+        y = glue.gated_norm(
+            y, z, mixer.norm.weight, mixer.norm.variance_epsilon, mixer.head_v_dim, True
+        ).flatten(1)
+    got = mixer.out_proj(y)
+    assert torch.equal(conv_state, kept.conv_states[0])
+    assert ((got - expected[:, 0]).abs() <= 2.0**-15 * expected.abs().max()).all()
