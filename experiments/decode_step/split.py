@@ -28,7 +28,7 @@ STEPS = 16
 class WithoutRecurrence(DecodeGraph):
     """The step of a model whose recurrent ops return their values as outputs."""
 
-    def decode(self, layer: int, inputs: StepInputs) -> torch.Tensor:
+    def decode(self, layer: int, inputs: StepInputs, output: torch.Tensor | None = None) -> torch.Tensor:
         return inputs.v
 
 

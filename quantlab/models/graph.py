@@ -22,7 +22,13 @@ from quantlab.models.interception import cache_keyword
 from quantlab.models.patching import replace as patch
 from quantlab.models.recurrent_layers import op_namespaces, recurrent_layers
 from quantlab.models.running import RunningLayers
-from quantlab.models.static_cache import fill_rows, group_attention, set_length, static_cache
+from quantlab.models.static_cache import (
+    capturable_experts,
+    fill_rows,
+    group_attention,
+    set_length,
+    static_cache,
+)
 from quantlab.recurrences import StepInputs, get_recurrence
 from quantlab.schemes import Policy, PolicyRules, backend, checks, parse_rules
 from quantlab.schemes.ledger import ByteLedger, StateShape, add_ledgers, ledger
@@ -274,6 +280,7 @@ class DecodeGraph:
         with contextlib.ExitStack() as stack:
             self._running.watch(self._model, stack)
             group_attention(stack, self._model)
+            capturable_experts(stack, self._model)
             self._skips.clear()
             fuse(stack, self._model, [file for file, _ in self._namespaces], self._skips)
             for file, family in self._namespaces:
@@ -314,8 +321,7 @@ class DecodeGraph:
             if family is mamba2.FAMILY and (
                 token := fused_token(running.module, self._skips, *args, **kwargs)
             ):
-                output = torch.empty(token.v.shape, dtype=torch.float32, device=token.v.device)
-                return self.decode(running.layer, token, output)
+                return self.decode(running.layer, token, torch.empty_like(token.v, dtype=torch.float32))
             call = family.token_inputs(running.module, *args, **kwargs)
             gates = ("log_decay", "beta")
             given = {
@@ -324,6 +330,6 @@ class DecodeGraph:
                 if value is not None
             }
             inputs = replace(call.inputs, **given)
-            return call.finish(self.decode(running.layer, inputs), call.state)
+            return call.finish(self.decode(running.layer, inputs, torch.empty_like(inputs.v)), call.state)
 
         return step

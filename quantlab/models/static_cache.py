@@ -63,6 +63,25 @@ def set_length(cache: Any, length: int) -> None:
             filled.fill_(length)
 
 
+def capturable_experts(stack: contextlib.ExitStack, model: nn.Module) -> None:
+    """Until ``stack`` closes, experts of ``model`` run without waiting for the device, which a graph cannot.
+
+    A product of groups; PyTorch has one on the device in bfloat16 alone, so others gather the weights of each token.
+    """
+    dtype = next(model.parameters()).dtype
+    wanted = "grouped_mm" if dtype == torch.bfloat16 else "batched_mm"
+    for config in _configs(model):
+        before = getattr(config, "_experts_implementation", None)
+        if before is not None and before != wanted:
+            config._experts_implementation = wanted
+            stack.callback(setattr, config, "_experts_implementation", before)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    found = {id(c): c for part in model.modules() if (c := getattr(part, "config", None)) is not None}
+    return list(found.values())
+
+
 def grouped_attention(
     module: nn.Module,
     query: Tensor,
@@ -97,8 +116,7 @@ def group_attention(stack: contextlib.ExitStack, model: nn.Module) -> None:
 
     FUNCTIONS.register(GROUPED, grouped_attention)
     MASKS.register(GROUPED, MASKS["sdpa"])
-    configs = {id(c): c for part in model.modules() if (c := getattr(part, "config", None)) is not None}
-    for config in configs.values():
+    for config in _configs(model):
         if getattr(config, "_attn_implementation", None) == "sdpa":
             config._attn_implementation = GROUPED
             stack.callback(setattr, config, "_attn_implementation", "sdpa")
