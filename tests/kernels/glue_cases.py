@@ -185,16 +185,29 @@ def norm_bounds(arguments: dict[str, Any], twin: Results) -> Results:
     on the way may turn: of y + D x, of the norm, of its product with the weight, of the result.
     """
     result, group, dtype = twin["result"], arguments["group_size"], arguments["gate"].dtype
-    factor = torch.ones(result.shape, dtype=torch.float64)
     skip = arguments.get("D")
+    roundings = 1 + (skip is not None) + 2 * arguments.get("rounds_norm", True)
+    limit = ((group + 25) * U + rounding(dtype, roundings)) * result.double().abs()
     if skip is not None:
         batch, heads = result.shape[0], skip.shape[0]
         product = skip.double()[:, None] * arguments["x"].double().reshape(batch, heads, -1)
-        product = product.reshape(result.shape)
-        factor += product.abs() / (arguments["y"].double() + product).abs()
-    roundings = 1 + (skip is not None) + 2 * arguments.get("rounds_norm", True)
-    limit = (group + 1 + 24) * U * factor + rounding(dtype, roundings)
-    return {"result": limit * result.double().abs()}
+        limit += (
+            U * product.abs().reshape(result.shape) * norm_slope(arguments, product.reshape(result.shape))
+        )
+    return {"result": limit}
+
+
+def norm_slope(arguments: dict[str, Any], product: torch.Tensor) -> torch.Tensor:
+    """How much a result moves with its own y + D x, which may be 0."""
+    gate = arguments["gate"].double()
+    factor = gate * gate.sigmoid() if arguments.get("activation", "silu") == "silu" else gate.sigmoid()
+    held = arguments["y"].double() + product
+    inside = held if arguments["norm_before_gate"] else held * factor
+    groups = inside.flatten(1).unflatten(1, (-1, arguments["group_size"]))
+    root = torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + arguments["eps"]).expand(groups.shape)
+    weight = arguments["weight"].double()
+    repeated = weight.repeat(product[0].numel() // len(weight)).view(product.shape[1:])
+    return (repeated * factor * root.reshape(product.shape)).abs()
 
 
 # Inputs of a step.
