@@ -29,7 +29,8 @@ Row = dict[str, Any]
 
 
 def load(folder: Path) -> list[Row]:
-    """A row a record: point and metrics, ``speedup`` over fp32@1 and ``bound`` at the same model and batch.
+    """A row a record: point and metrics, and at the same model and batch ``speedup`` over fp32@1, that of the kernels
+    that are chosen at the batch, and ``bound``.
 
     bound: Amdahl's, 1 / (1 - f + f / r), of f the share of the recurrent ops in a step of fp32@1 and r how many times
     faster they are under the policy, in graphs of their own.
@@ -49,6 +50,9 @@ def load(folder: Path) -> list[Row]:
             row["speedup"] = base["us"] / row["us"]
             share, faster = base["ssm"] / base["us"], base["ssm"] / row["ssm"]
             row["bound"] = 1 / (1 - share + share / faster)
+    for row in rows:
+        beside = (r for r in rows if r["policy"] == row.get("chosen") and _place(r) == _place(row))
+        row["chosen_speedup"] = next((r["speedup"] for r in beside), None)
     order = [BASELINE, REPLAY, DUAL]
     return sorted(
         rows,
@@ -95,7 +99,11 @@ def targets(rows: Sequence[Row]) -> Iterator[str]:
     yield _line(f"{where} {DUAL} over fp32@1", ratio(dual), 1.9)
     yield _line(f"{where} {DUAL} over Amdahl's bound", ratio(dual, "bound"), 0.9)
     for policy in (REPLAY, DUAL):
-        yield _line(f"{MAIN[0]} batch 1 {policy} over fp32@1", ratio(of(policy, 1)), 0.97)
+        row = of(policy, 1)
+        text = f"{MAIN[0]} batch 1 {policy} over fp32@1"
+        if row and row["chosen_speedup"]:
+            text += f", by the chosen kernels, {row['chosen']} (its own {row['speedup']:.3f})"
+        yield _line(text, row and (row["chosen_speedup"] or row["speedup"]), 0.97)
 
 
 def _line(text: str, value: float | None, least: float) -> str:

@@ -144,6 +144,7 @@ def _times(
                 "other": split.other,
                 "gaps": split.gaps,
                 "bytes_per_token": graph.report.ledger.bytes_per_token,
+                "chosen": _chosen(graph),
                 "turns": "by rounds" if together else "one after the other",
             }
             found[text] = ("ok", None, metrics) if finite else ("diverged", "logits are not finite", metrics)
@@ -151,6 +152,16 @@ def _times(
         gc.collect()
         torch.cuda.empty_cache()
     return found
+
+
+def _chosen(graph: Any) -> str:
+    """The policy whose kernels are to decode at this batch (``kernels.choice``), where all layers agree on one."""
+    from quantlab.kernels.choice import step_policy
+
+    found = {
+        str(step_policy(pool.policy, pool.family, pool.shape, graph.batch)) for pool in graph.pools.values()
+    }
+    return found.pop() if len(found) == 1 else str(next(iter(graph.pools.values())).policy)
 
 
 def _fits_together(model: Any, policies: list[str], batch: int) -> bool:

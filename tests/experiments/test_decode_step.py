@@ -14,13 +14,19 @@ from quantlab.records import complete_record, save_record
 SSM = {report.BASELINE: 10_000.0, report.REPLAY: 5_000.0, report.DUAL: 2_500.0}
 
 
-def made_up(folder, batches=(256,), policies=tuple(SSM), slower=1.0, **changes):
+def made_up(folder, batches=(256,), policies=tuple(SSM), slower=1.0, chosen=None, **changes):
     """Steps of 5 ms beside the recurrent ops; ``slower``: how much longer than their parts policies but fp32@1 take."""
     for batch in batches:
         for policy in policies:
             us = (5_000 + SSM[policy]) * (1.0 if policy == report.BASELINE else slower)
             metrics = {"us": us, "us_lower": us, "us_upper": us, "ssm": SSM[policy], "rest": 5_000.0}
-            metrics |= {"attention": 1_000.0, "mlp": 2_000.0, "other": 2_000.0, "gaps": 100.0}
+            metrics |= {
+                "chosen": chosen or policy,
+                "attention": 1_000.0,
+                "mlp": 2_000.0,
+                "other": 2_000.0,
+                "gaps": 100.0,
+            }
             point = {"kind": "decode_step", "model": "nano_4b", "policy": policy, "batch": batch}
             point |= {"length": 512, "device": "x"}
             result = {"metrics": metrics} | changes
@@ -40,6 +46,13 @@ def test_targets_compare_what_was_measured(tmp_path):
     lines = list(report.targets(report.load(tmp_path)))
     assert [line.split()[1] for line in lines] == ["met", "NOT", "NOT", "met", "met"]
     assert lines[2].split()[0] == "0.833"
+
+
+def test_at_one_row_the_chosen_kernels_count(tmp_path):
+    made_up(tmp_path, batches=(1,), slower=1.6, chosen=report.BASELINE)
+    lines = [line for line in report.targets(report.load(tmp_path)) if "batch 1 " in line]
+    assert [line.split()[:2] for line in lines] == [["1.000", "met"]] * 2
+    assert "by the chosen kernels, fp32@1 (its own 0.938)" in lines[0]
 
 
 def test_what_was_not_measured_is_no_number(tmp_path):
