@@ -31,21 +31,26 @@ def fuse(
     model: nn.Module,
     files: list[ModuleType],
     skips: dict[int, tuple[Tensor, Tensor]],
-) -> None:
+) -> list[Norm]:
     """Norms of ``model``, gated ones too, and the convolutions of ``files`` run as one launch until ``stack`` closes.
 
     skips: by id of a gated norm, the D (heads,) and x (B, heads, value_dim) to add to its input before it is rounded;
     taken out when the norm runs.
+
+    Returns what runs in place of the norms: a graph that was captured meanwhile reads memory of theirs.
     """
+    made = []
     conv_update, norm = _functions(next(model.parameters()).device)
     for module in model.modules():
         fused = fused_norm(module, norm, skips)
         if fused is not None:
             module.forward = fused
+            made.append(fused)
             stack.callback(delattr, module, "forward")
     for file in {id(file): file for file in files}.values():
         if hasattr(file, CONVOLUTION):
             replace(stack, file, CONVOLUTION, lambda op: _convolution(op, conv_update))
+    return made
 
 
 def _functions(device: torch.device) -> tuple[Callable[..., Tensor], Norm]:

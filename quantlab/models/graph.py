@@ -104,6 +104,7 @@ class DecodeGraph:
         self._positions = torch.zeros((1, 1), dtype=torch.long, device=self.device)
         self._plans: dict[int, Any] = {}
         self._skips: dict[int, tuple[Tensor, Tensor]] = {}
+        self._fused: list[Any] = []
         self._held = self._steps = 0
         self._graph, self.logits = None, torch.empty(0)
         if self.device.type == "cuda":
@@ -282,7 +283,8 @@ class DecodeGraph:
             group_attention(stack, self._model)
             capturable_experts(stack, self._model)
             self._skips.clear()
-            fuse(stack, self._model, [file for file, _ in self._namespaces], self._skips)
+            files = [file for file, _ in self._namespaces]
+            self._fused = fuse(stack, self._model, files, self._skips)
             for file, family in self._namespaces:
                 patch(stack, file, family.step_op, lambda op, f=family: self._adapter(op, f))
             yield
