@@ -33,11 +33,11 @@ def cut(name: str) -> Any:
             moe_shared_expert_intermediate_size=928,
         )
     kinds = ["linear_attention", "linear_attention", "full_attention"]
-    common = {"num_hidden_layers": 3, "layer_types": kinds, "vocab_size": VOCABULARY}
+    common: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": kinds, "vocab_size": VOCABULARY}
     if name == "qwen35_4b":
         config = t.Qwen3_5TextConfig(hidden_size=2560, intermediate_size=2304, **common)
         return lambda: t.Qwen3_5ForCausalLM(config)
-    padding = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+    padding: dict[str, Any] = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
     config = t.KimiLinearConfig(num_local_experts=16, intermediate_size=2304, **common, **padding)
     return lambda: t.KimiLinearForCausalLM(config)
 

@@ -31,13 +31,19 @@ class Geometry:
 def _nemotron(pattern: str, **sizes: Any) -> Any:
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
-    common = {"head_dim": 128, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "vocab_size": 131072}
+    common: dict[str, Any] = {
+        "head_dim": 128,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "vocab_size": 131072,
+    }
     kinds = [_KINDS[symbol] for symbol in pattern]
     return NemotronHForCausalLM(NemotronHConfig(layers_block_type=kinds, **(common | sizes)))
 
 
 def nano_4b(pattern: str = NANO_4B, **changes: Any) -> Any:
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": 3136,
         "intermediate_size": 12544,
         "mamba_num_heads": 96,
@@ -69,7 +75,12 @@ def qwen35_4b() -> Any:
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     kinds = (["linear_attention"] * 3 + ["full_attention"]) * 8
-    sizes = {"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "layer_types": kinds}
+    sizes: dict[str, Any] = {
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "layer_types": kinds,
+    }
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, tie_word_embeddings=True))
 
 

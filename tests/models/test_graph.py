@@ -1,5 +1,7 @@
 """``DecodeGraph``: on a CPU its step run eagerly by the kernels' twins, and what it refuses; on a GPU the graph."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -43,9 +45,19 @@ def wider():
 
     torch.manual_seed(0)
     kinds = ["linear_attention", "linear_attention", "full_attention"]
-    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_attention_heads": 4}
-    dims = {"linear_key_head_dim": 32, "linear_value_head_dim": 16, "head_dim": 16, "num_key_value_heads": 2}
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 128}
+    heads: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_attention_heads": 4}
+    dims: dict[str, Any] = {
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 16,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+    }
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "vocab_size": 128,
+    }
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(layer_types=kinds, **sizes, **heads, **dims)).eval()
     live_recurrence(model)
     with torch.no_grad():
