@@ -103,7 +103,7 @@ def targets(rows: Sequence[Row]) -> Iterator[str]:
         text = f"{MAIN[0]} batch 1 {policy} over fp32@1"
         if row and row["chosen_speedup"]:
             text += f", by the chosen kernels, {row['chosen']} (its own {row['speedup']:.3f})"
-        yield _line(text, row and (row["chosen_speedup"] or row["speedup"]), 0.97)
+        yield _line(text, (row["chosen_speedup"] or row["speedup"]) if row else None, 0.97)
 
 
 def _line(text: str, value: float | None, least: float) -> str:
