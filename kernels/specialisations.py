@@ -38,6 +38,8 @@ class Specialisation:
     """The most that a thread may have, where the launch limits it."""
     stages: int | None = None
     """Of pipelined loops, where the launch says it."""
+    multiples: frozenset[str] = frozenset()
+    """Run-time numbers that are multiples of 16; a launch specialises on them as on pointers."""
 
 
 def specialisations() -> tuple[Specialisation, ...]:
@@ -60,7 +62,7 @@ def specialisations() -> tuple[Specialisation, ...]:
         ("mxfp4_packed", "mxfp4", state, PACKED, torch.float32),
     )
     return (
-        *(_launched(launch) for launch in launches()),
+        *(launched(f"step_{launch.name}", launch) for launch in launches()),
         *(_dual_read(*row) for row in dual_read),
         *(_encode(*row) for row in encodings),
         _decode("nvfp4", "nvfp4", state),
@@ -70,8 +72,12 @@ def specialisations() -> tuple[Specialisation, ...]:
 
 
 def compile_for(name: str, capability: int) -> dict[str, Any]:
-    """The ``ptx`` text and ``cubin`` bytes of one specialisation for a compute capability such as 90."""
-    specialisation = next(row for row in specialisations() if row.name == name)
+    """``compiled`` of one of ``specialisations``."""
+    return compiled(next(row for row in specialisations() if row.name == name), capability)
+
+
+def compiled(specialisation: Specialisation, capability: int) -> dict[str, Any]:
+    """The ``ptx`` text and ``cubin`` bytes for a compute capability such as 90."""
     arguments = specialisation.kernel.arg_names
     source = ASTSource(
         fn=specialisation.kernel,
@@ -81,7 +87,7 @@ def compile_for(name: str, capability: int) -> dict[str, Any]:
         attrs={
             (arguments.index(argument),): [["tt.divisibility", 16]]
             for argument, kind in specialisation.types.items()
-            if kind.startswith("*")
+            if kind.startswith("*") or argument in specialisation.multiples
         },
     )
     options = {"num_warps": specialisation.warps, **target.LAUNCH_OPTIONS}
@@ -89,30 +95,30 @@ def compile_for(name: str, capability: int) -> dict[str, Any]:
         options["maxnreg"] = specialisation.registers
     if specialisation.stages is not None:
         options["num_stages"] = specialisation.stages
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return {form: compiled.asm[form] for form in ("ptx", "cubin")}
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return {form: built.asm[form] for form in ("ptx", "cubin")}
 
 
-def _launched(launch: Launch) -> Specialisation:
+def launched(name: str, launch: Launch) -> Specialisation:
     """A recorded launch: tensors and run-time numbers by type, the rest as it is."""
     fixed = {parameter.name for parameter in launch.kernel.params if parameter.is_constexpr}
     types: dict[str, str] = {}
-    for name, value in launch.arguments.items():
+    for argument, value in launch.arguments.items():
         if isinstance(value, torch.Tensor):
-            types[name] = _POINTERS[value.dtype]
-        elif name not in fixed and value is not None:
-            types[name] = "i32"
-    constants = {name: value for name, value in launch.arguments.items() if name not in types}
+            types[argument] = _POINTERS[value.dtype]
+        elif argument not in fixed and value is not None:
+            types[argument] = "i32"
+    constants = {argument: value for argument, value in launch.arguments.items() if argument not in types}
     options = dict(launch.options)
-    assert {name: options.pop(name) for name in target.LAUNCH_OPTIONS} == target.LAUNCH_OPTIONS
+    assert {option: options.pop(option) for option in target.LAUNCH_OPTIONS} == target.LAUNCH_OPTIONS
     warps, registers, stages = (
-        options.pop(name, default)
-        for name, default in (("num_warps", 4), ("maxnreg", None), ("num_stages", None))
+        options.pop(option, default)
+        for option, default in (("num_warps", 4), ("maxnreg", None), ("num_stages", None))
     )
     assert not options, (
         f"{launch.name} is launched with {', '.join(options)}, which the compile does not know"
     )
-    return Specialisation(f"step_{launch.name}", launch.kernel, types, constants, warps, registers, stages)
+    return Specialisation(name, launch.kernel, types, constants, warps, registers, stages)
 
 
 def _dual_read(

@@ -110,17 +110,17 @@ def launches() -> list[Launch]:
     found = []
     for name, policy, family, shape, wanted in POLICIES:
         pool = allocate_pool(policy, family, shape, BATCH, device="meta")[0]
-        found += _named(name, wanted, _recorded(lambda pool=pool: (decode(pool), _load(pool))))
+        found += _named(name, wanted, recorded(lambda pool=pool: (decode(pool), _load(pool))))
     for name, policy, family, shape, wanted in DRAFTED:
         pool = allocate_pool(policy, family, shape, BATCH, drafts=DRAFTS, device="meta")[0]
-        found += _named(name, wanted, _recorded(lambda pool=pool: verify_and_commit(pool)))
+        found += _named(name, wanted, recorded(lambda pool=pool: verify_and_commit(pool)))
     pool = allocate_pool("fp32@16", "mamba2", _NANO, BATCH, device="meta")[0]
-    return found + _recorded(lambda: _plan(pool))
+    return found + recorded(lambda: _plan(pool))
 
 
-def _named(name: str, wanted: tuple[str, ...], recorded: list[Launch]) -> list[Launch]:
+def _named(name: str, wanted: tuple[str, ...], found: list[Launch]) -> list[Launch]:
     """The launches of ``wanted`` kernels, under names of their own."""
-    made = {launch.name: launch for launch in recorded}
+    made = {launch.name: launch for launch in found}
     missing = set(wanted) - set(made)
     assert not missing, f"{name} launches no {', '.join(sorted(missing))}, but {', '.join(sorted(made))}"
     return [made[kernel]._replace(name=f"{name}_{kernel}") for kernel in wanted]
@@ -172,7 +172,7 @@ def _tensor(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
     return torch.empty((BATCH, *sizes), dtype=dtype, device="meta")
 
 
-def _recorded(function: Callable[[], object]) -> list[Launch]:
+def recorded(function: Callable[[], object]) -> list[Launch]:
     """What ``function`` would launch, in order."""
     with _caught() as found:
         function()

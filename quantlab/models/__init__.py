@@ -3,12 +3,14 @@
 from quantlab.models.capture import capture, write_capture
 from quantlab.models.closed_loop import closed_loop
 from quantlab.models.families import Family, OpCall, register_family
+from quantlab.models.graph import DecodeGraph
 from quantlab.models.interception import run_with_policy
 from quantlab.models.live import live_recurrence
 from quantlab.models.loading import load
 from quantlab.models.tiny import build_tiny
 
 __all__ = [
+    "DecodeGraph",
     "Family",
     "OpCall",
     "build_tiny",

@@ -19,7 +19,7 @@ from quantlab.errors import InputError, unknown_name
 from quantlab.records.writing import write_atomic
 
 SCHEMA_VERSION = 1
-KINDS = ("drift", "closed_loop", "eval", "scan", "bench")
+KINDS = ("drift", "closed_loop", "eval", "scan", "bench", "decode_step")
 STATUSES = ("ok", "diverged", "not_exercised", "not_served", "comparison_failed", "failed")
 FIELDS = (
     "schema_version",
@@ -66,6 +66,14 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
         "bytes": "read and written by the policy's ledger at the batch; inputs and outputs apart",
         "copy": "torch.mul(x, 1.5, out=y) in a graph, 4 GiB read and 4 GiB written, in the same run",
         "gate": "compared with the torch twin at the same batch before it is timed; peers with float64",
+    },
+    "decode_step": {
+        "version": 1,
+        "time": "median of rounds of 16 replays of one CUDA graph of a model's whole step, policies taking turns",
+        "rows": "random states and records, cursors spread evenly over the window; attention over all positions",
+        "ssm": "the recurrent ops of all layers, begin and end included, in a graph of their own",
+        "rest": "the step whose recurrent ops return their values; attention and mlp: what it loses without them",
+        "gate": "a cut model in float32 decodes on the GPU as on the CPU",
     },
 }
 
