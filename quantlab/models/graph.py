@@ -233,10 +233,13 @@ class DecodeGraph:
                 "policy", self.rules.text, f"one policy for all heads of a layer, of layer {layer} too"
             )
         policy, family = group.policy, self._families[layer].recurrence
-        (pool,) = allocate_pool(policy, family, shape, self.batch, seed=seed, device=self.device)
+        shared = self._shared.get(policy.window)
+        (pool,) = allocate_pool(
+            policy, family, shape, self.batch, layers=[layer], seed=seed, device=self.device, counters=shared
+        )
         # Windows of one length move together.
-        counters = self._shared.setdefault(policy.window, pool.counters)
-        return replace(pool, layer=layer, counters=counters)
+        self._shared[policy.window] = pool.counters
+        return pool
 
     def _backends(self, pool: LayerPool) -> dict[str, backend.Backend]:
         work = pool.policy, pool.family, pool.shape
