@@ -42,6 +42,9 @@ def load(folder: Path) -> list[Row]:
     check_records(records)
     rows = [{**r["point"], **r["metrics"], "status": r["status"], "message": r["message"]} for r in records]
     for row in rows:
+        if row["status"] != "ok":
+            row["us"] = None  # what it took to compute nothing is no speed
+    for row in rows:
         base = next(
             (r for r in rows if r["policy"] == BASELINE and _place(r) == _place(row) and r.get("us")), None
         )
@@ -157,7 +160,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.legend(
         *left.get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False, fontsize=8.5
     )
-    for colour, policy, name in zip(colours[4:], policies, names, strict=False):
+    lines = ["0.5", colours[9], colours[4], *colours[5:9]]
+    for colour, policy, name in zip(lines, policies, names, strict=False):
         mine = [row for row in rows if row["policy"] == policy and row["speedup"]]
         right.plot([r["batch"] for r in mine], [r["speedup"] for r in mine], "o-", color=colour, label=name)
         if policy != BASELINE:

@@ -47,8 +47,15 @@ class Split:
 
 
 def prepare(graph: DecodeGraph, held: int, seed: int = 0) -> None:
-    """Sequences in the middle of decoding, ``held`` tokens each: random states and records, cursors spread evenly."""
+    """Sequences in the middle of decoding, ``held`` tokens each: random states, records, keys, values and tokens, and
+    cursors spread evenly.  (Experts are chosen by what a token is: the same one everywhere would use few of them.)
+    """
     generator = torch.Generator(graph.device).manual_seed(seed)
+    graph.tokens.random_(0, graph.logits.shape[-1], generator=generator)
+    for layer in graph.cache.layers:
+        if getattr(layer, "keys", None) is not None:
+            layer.keys.normal_(generator=generator)
+            layer.values.normal_(generator=generator)
     for pool in graph.pools.values():
         for slots in graph.slots.split(max(1, 2**28 // pool.shape.values)):
             graph.load_states(pool, slots, prefill_states(pool.shape, len(slots), generator))
@@ -104,7 +111,7 @@ def split_of(
     def rest(leave_out: tuple[str, ...] = ()) -> tuple[float, DecodeGraph]:
         with _left_out(model, leave_out):
             graph = WithoutRecurrence(model, policy, batch, length)
-        graph.resume(held)
+        prepare(graph, held)
         return time_steps({"": graph}, held, rounds)[""].median, graph
 
     whole, graph = rest()

@@ -24,6 +24,7 @@ from quantlab.models.recurrent_layers import op_namespaces, recurrent_layers
 from quantlab.models.running import RunningLayers
 from quantlab.models.static_cache import (
     capturable_experts,
+    clear,
     fill_rows,
     group_attention,
     set_length,
@@ -98,9 +99,9 @@ class DecodeGraph:
         self._shared: dict[int, SlotCounters] = {}
         self.pools = {layer: self._pool(layer, shape, seed) for layer, shape in shapes.items()}
         self._serving = {layer: self._backends(pool) for layer, pool in self.pools.items()}
-        self._cache: Any = static_cache(model.config, filled, batch, length)
+        self.cache: Any = static_cache(model.config, filled, batch, length)
         self.slots = torch.arange(batch, dtype=torch.int32, device=self.device)
-        self._tokens = torch.zeros((batch, 1), dtype=torch.long, device=self.device)
+        self.tokens = torch.zeros((batch, 1), dtype=torch.long, device=self.device)
         self._positions = torch.zeros((1, 1), dtype=torch.long, device=self.device)
         self._plans: dict[int, Any] = {}
         self._skips: dict[int, tuple[Tensor, Tensor]] = {}
@@ -120,13 +121,14 @@ class DecodeGraph:
         if ids.ndim != 2 or ids.shape[0] != self.batch or not 0 < ids.shape[1] < self.length:
             raise InputError("ids", tuple(ids.shape), f"({self.batch}, n) with n from 1 to {self.length - 1}")
         ids, logits = ids.to(self.device), []
+        clear(self.cache)
         for counters in self._shared.values():
             for counter in (counters.cursor, counters.origin, counters.pending, counters.store_numbers):
                 counter.zero_()
         for rows in torch.arange(self.batch, device=self.device).split(at_once):
             filled, found = self._read(ids[rows])
             logits.append(found)
-            fill_rows(self._cache, filled, rows)
+            fill_rows(self.cache, filled, rows)
             for layer, pool in self.pools.items():
                 dense = self._families[layer].to_state(filled.layers[layer].recurrent_states[0].float())
                 self.load_states(pool, self.slots[rows], dense)
@@ -140,7 +142,7 @@ class DecodeGraph:
     def resume(self, held: int) -> None:
         """Every sequence holds ``held`` tokens, as whoever filled pools and caches knows."""
         self._held, self._steps = held, 0
-        set_length(self._cache, held)
+        set_length(self.cache, held)
         self._positions.fill_(held)
 
     @torch.no_grad()
@@ -154,7 +156,7 @@ class DecodeGraph:
             raise InputError("length", self.length, f"at least {self.length + 1} for another token")
         if tuple(tokens.shape) != (self.batch,):
             raise InputError("tokens", tuple(tokens.shape), f"({self.batch},)")
-        self._tokens.copy_(tokens[:, None])
+        self.tokens.copy_(tokens[:, None])
         self.replay()
         self._held, self._steps = self._held + 1, self._steps + 1
         return self.logits
@@ -294,7 +296,7 @@ class DecodeGraph:
 
     def _forward(self) -> Tensor:
         with self.windows():
-            logits = self._call(self._tokens, self._cache, position_ids=self._positions)
+            logits = self._call(self.tokens, self.cache, position_ids=self._positions)
         assert not self._skips, "a norm that was to add D x did not run"
         self._positions.add_(1)
         return logits

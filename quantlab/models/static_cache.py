@@ -56,6 +56,14 @@ def fill_rows(cache: Any, filled: Any, rows: Tensor) -> None:
             static.values[rows, :, :count] = dynamic.values
 
 
+def clear(cache: Any) -> None:
+    """Zeros for keys and values.  A position that a mask leaves out is still multiplied, by 0: it must be finite."""
+    for layer in cache.layers:
+        if getattr(layer, "keys", None) is not None:
+            layer.keys.zero_()
+            layer.values.zero_()
+
+
 def set_length(cache: Any, length: int) -> None:
     """Every attention layer of a static cache holds ``length`` tokens of each sequence."""
     for layer in cache.layers:

@@ -70,6 +70,14 @@ def test_a_failed_comparison_is_shown_without_a_time(tmp_path):
     assert not list(tmp_path.glob("*.png"))
 
 
+def test_a_step_that_gave_nothing_finite_has_no_speed(tmp_path):
+    made_up(tmp_path, policies=(report.BASELINE,))
+    made_up(tmp_path, policies=(report.DUAL,), status="diverged", message="logits are not finite")
+    rows = {row["policy"]: row for row in report.load(tmp_path)}
+    assert rows[report.DUAL]["speedup"] is None
+    assert sum("diverged: logits are not finite" in line for line in report.write_report(tmp_path)) == 1
+
+
 def test_no_records_are_an_error(tmp_path):
     with pytest.raises(InputError, match=r"^records folder .*decode_step/run\.py"):
         report.load(tmp_path)

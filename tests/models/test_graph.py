@@ -129,6 +129,23 @@ def test_nothing_of_the_model_is_left_changed(built):
     assert torch.equal(decode(model, ids, PROMPT), before)
 
 
+def test_what_was_never_written_is_never_seen(built):
+    """A prompt of one token, in memory that holds NaN wherever a prefill need not write."""
+    model, ids = built("falcon_h1"), tokens(count=4)
+    graph = DecodeGraph(model, "fp32@4", 3, 20)
+    for layer in graph.cache.layers:
+        layer.keys.fill_(torch.nan)
+        layer.values.fill_(torch.nan)
+        layer.conv_states[0].fill_(torch.nan)
+    for pool in graph.pools.values():
+        for memory in (pool.checkpoint, pool.k_buffer, pool.d_buffer, pool.log_decay_buffer):
+            memory.fill_(torch.nan)
+    found = [graph.prefill(ids[:, :1]).clone()] + [graph.step(ids[:, t]).clone() for t in range(1, 4)]
+    with run_with_policy(model, "fp32@4"):
+        expected = decode(model, ids, 1)
+    assert (torch.stack(found, 1) - expected).abs().max() < SAME
+
+
 def test_states_that_are_not_finite_are_noticed(built):
     model = built("kimi_linear")
     graph = DecodeGraph(model, "fp32@1", 2, 12)
