@@ -97,7 +97,10 @@ def drift(
     ] = None,
     steps: Annotated[int, typer.Option(help="Decoded tokens.", min=1)] = 1024,
     heads: Annotated[int, typer.Option(help="Heads of the layer.", min=1)] = 8,
-    sequences: Annotated[int, typer.Option(help="Independent sequences.", min=1)] = 2,
+    sequences: Annotated[
+        int,
+        typer.Option(help="Independent sequences; with --model pieces of the text, 1 unless given.", min=1),
+    ] = 2,
     seed: Annotated[
         int, typer.Option(help="Of the stream and of stochastic rounding.", min=0, max=2**63 - 1)
     ] = 0,
@@ -130,7 +133,9 @@ def drift(
     model: Annotated[
         Path | None,
         typer.Option(
-            "--model", help="Folder of a Hugging Face model: compare its next tokens with those under fp32@1."
+            "--model",
+            help="Folder of a Hugging Face model, or builtin:tiny-mamba2: compare its next tokens with those under"
+            " fp32@1.",
         ),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="With --model: UTF-8 text that it reads.")] = None,

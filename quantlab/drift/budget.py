@@ -217,7 +217,9 @@ def allocate(
     least = int(problem.measure(cheapest)[1].sum())
     if least > limit:
         smallest = math.ceil(least / total * 1e4) / 1e4
-        raise InputError("budget", budget, f"at least {smallest:g}, the smallest possible with this ladder")
+        raise InputError(
+            "budget", budget, f"at least {smallest:g}, the smallest possible with these policies"
+        )
     choices, bound = least_error(problem, limit)
     predicted = np.isfinite(np.take_along_axis(errors.reshape(of_layers), choices[..., None].astype(int), -1))
     return Allocation(

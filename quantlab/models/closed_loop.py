@@ -61,6 +61,9 @@ class ClosedLoopRun:
         earliest = [step for step in self.first_divergence if step is not None]
         exercised = self.report["exercised"]
         thin = [f"{part} {count}" for part, count in exercised.items() if count is not None and count < 2]
+        # Only the text has a nll; a free run ends where the last of its sequences leaves the baseline's.
+        parted = None not in self.first_divergence and bool(np.isnan(self.measures["nll"]).all())
+        advice = "the choices parted before; mode forced reads on" if parted else "more steps"
         kept = ("effective_policy", "exercised", "op_hits", "bits_per_value", "bytes_per_token")
         return {
             **means,
@@ -71,7 +74,7 @@ class ClosedLoopRun:
             "earliest_divergence": min(earliest, default=None),
             "agreement_by_margin": [found._asdict() for found in self.by_margin],
             "diverged_at": self.diverged_at,
-            "warning": f"read back fewer than 2 stores ({', '.join(thin)}): more steps" if thin else None,
+            "warning": f"read back fewer than 2 stores ({', '.join(thin)}): {advice}" if thin else None,
             **{name: self.report[name] for name in kept},
         }
 

@@ -18,7 +18,7 @@ from quantlab.errors import InputError
 from quantlab.models.checks import check_model
 from quantlab.models.families import Family, mamba2
 from quantlab.models.fusion import fuse, fused_token
-from quantlab.models.interception import cache_keyword
+from quantlab.models.interception import cache_keyword, entered_policy
 from quantlab.models.patching import replace as patch
 from quantlab.models.recurrent_layers import op_namespaces, recurrent_layers
 from quantlab.models.running import RunningLayers
@@ -68,8 +68,9 @@ class DecodeGraph:
     A policy may differ from layer to layer, not within one.  q, k and v of a token are rounded to the model's dtype on
     their way to the kernels, as its own activations are; a model in float32 decodes as ``run_with_policy`` does.
 
-    Raises InputError for a model that ``run_with_policy`` would refuse, on a GPU for a policy that no kernel serves,
-    for Mamba-1, whose states pools do not hold, and for a length or a batch that is no positive integer.
+    Raises InputError for a model that ``run_with_policy`` would refuse, for a policy that pools have no layout for and,
+    on a GPU, one that no kernel serves, for Mamba-1, whose states pools do not hold, inside a block of
+    ``run_with_policy`` or beside a model of ``load``, and for a length or a batch that is no positive integer.
     """
 
     def __init__(
@@ -256,6 +257,9 @@ class DecodeGraph:
         """The cache behind prompts, and the logits (rows, vocabulary) of their last tokens."""
         from transformers import DynamicCache
 
+        if (entered := entered_policy()) is not None:
+            expected = f"to be used outside of blocks, whose caches hold no plain states: leave that of {entered} first"
+            raise InputError("policy", self.rules.text, expected)
         config: Any = self._model.config
         cache = DynamicCache(config=config)
         return cache, self._call(ids, cache)

@@ -43,6 +43,12 @@ from quantlab.schemes.rules import number_text
 _ENTERED = threading.Lock()
 _entered_by: tuple[int, str] = (0, "")  # thread and policy of the block that holds the lock
 
+
+def entered_policy() -> str | None:
+    """The policy of the block that is entered, in whatever thread, or None."""
+    return _entered_by[1] if _ENTERED.locked() else None
+
+
 _CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
 
 
@@ -133,7 +139,10 @@ class Interception:
         if not _ENTERED.acquire(blocking=False):
             thread, policy = _entered_by
             if thread == threading.get_ident():
-                expected = f"to be entered outside of other blocks: leave that of {policy} first"
+                expected = (
+                    f"to be entered outside of other blocks: leave that of {policy} first"
+                    " (quantlab_close() of a loaded model)"
+                )
             else:
                 expected = f"one thread at a time: another is inside such a block, of {policy}"
             raise InputError("policy", self.rules.text, expected)

@@ -32,6 +32,11 @@ def load(
     """
     from transformers import AutoModelForCausalLM
 
+    if str(path).startswith("builtin:"):
+        expected = "a folder or a name on the hub; quantlab.models.build_tiny makes folders of tiny models"
+        raise InputError("path", str(path), expected)
+    if Path(path).is_absolute() and not Path(path).is_dir():
+        raise InputError("path", str(path), "a folder with a Hugging Face model, or a name on the hub")
     rules = parse_rules(policy)  # a mistake in it shows before the weights are read
     options = {} if dtype is None else {"dtype": dtype}
     try:

@@ -29,7 +29,7 @@ def recurrent_layers(model: nn.Module) -> dict[int, RecurrentLayer]:
     """The recurrent layers of ``model`` by layer number: modules with a ``layer_idx`` and decay parameters of their own
     (``A_log``), whose file calls a family's ops.
 
-    Raises InputError as ``op_namespaces`` does.
+    Raises InputError as ``op_namespaces`` does, and for a model whose modules are none of these.
     """
     op_namespaces(model)
     found = {}
@@ -45,6 +45,11 @@ def recurrent_layers(model: nn.Module) -> dict[int, RecurrentLayer]:
             single = get_recurrence(family.recurrence).needs_rates
             heads = 1 if single else sum(decay.numel() for decay in decays)
             found[layer] = RecurrentLayer(layer, module, family, heads)
+    if not found:
+        expected = (
+            "modules with an integer layer_idx and a parameter A_log, in files that call a family's ops"
+        )
+        raise InputError("model", type(model).__name__, expected)
     return found
 
 

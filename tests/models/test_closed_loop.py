@@ -99,6 +99,9 @@ def test_free_running_parts_where_greedy_generation_does(model, ids):
             parted += step is not None
         assert np.isnan(run.measures["nll"]).all()
         assert run.metrics["nll"] is None
+        thin = [count for count in run.report["exercised"].values() if count is not None and count < 2]
+        advice = "more steps" if None in first else "the choices parted before; mode forced reads on"
+        assert (run.metrics["warning"] or "").endswith(advice if thin else "")
     assert 0 < parted < 3 * len(prompt)
 
 

@@ -20,6 +20,7 @@ from quantlab.models import families, run_with_policy
 from quantlab.models.families import FAMILIES, register_family
 from quantlab.models.handles import holding_of
 from quantlab.models.interception import cache_keyword
+from quantlab.models.recurrent_layers import recurrent_layers
 from quantlab.recurrences import chunk, get_recurrence
 
 OF_TRANSFORMERS = [family for family in FAMILIES if family.decodes is None]
@@ -184,6 +185,27 @@ def test_a_model_declares_its_ops_in_its_own_file(third_party, registered, monke
     assert (ours - stock).abs().max() < CLOSE
     assert (rounded - stock).abs().max() > 100 * CLOSE
     assert report.op_hits["their_step"] == {"0": 14, "1": 14}
+
+
+def test_what_a_file_declares_wrongly_is_one_line(third_party):
+    (family,) = third_party.QUANTLAB_FAMILIES
+    third_party.QUANTLAB_FAMILIES = family
+    with pytest.raises(InputError, match=r"^QUANTLAB_FAMILIES 'Family': expected a tuple of families in"):
+        recurrent_layers(third_party.Model())
+    third_party.QUANTLAB_FAMILIES = (replace(family, prefill_op="no_scan"),)
+    with pytest.raises(InputError, match=r"^family 'no_scan': expected a prefill op that is a global of"):
+        recurrent_layers(third_party.Model())
+
+
+def test_a_model_whose_mixers_cannot_be_told_says_by_what(third_party):
+    model = third_party.Model()
+    for mixer in model.layers:
+        mixer.decays = mixer.A_log
+        del mixer.A_log
+    with pytest.raises(
+        InputError, match=r"^model 'Model': expected modules with an integer layer_idx and .* A_log"
+    ):
+        recurrent_layers(model)
 
 
 def test_a_family_that_takes_known_ops_or_lacks_rates_is_refused(monkeypatch):

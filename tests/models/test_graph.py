@@ -185,6 +185,12 @@ def test_what_is_refused(built, tmp_path):
     with pytest.raises(InputError, match=r"^policy .*one policy for all heads"):
         DecodeGraph(model, path, 1, 8)
     graph = DecodeGraph(model, "fp32@1", 2, 4)
+    with pytest.raises(InputError, match=r"leave that of nvfp4@1 first$"):  # noqa: SIM117
+        with run_with_policy(model, "nvfp4@1"):
+            DecodeGraph(model, "fp32@1", 2, 4)
+    with pytest.raises(InputError, match=r"leave that of nvfp4@1 first$"):  # noqa: SIM117
+        with run_with_policy(model, "nvfp4@1"):
+            graph.prefill(tokens(2, 3))
     with pytest.raises(InputError, match=r"^step 'before any prompt'"):
         graph.step(torch.zeros(2, dtype=torch.long))
     for shape in ((3, 2), (2,), (2, 0), (2, 4)):

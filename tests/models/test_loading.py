@@ -50,6 +50,8 @@ def test_what_cannot_be_loaded_is_one_line(model, tmp_path):
     before = globals_of(model)
     for path, policy, words in (
         (tmp_path, "fp32@1", "^path "),
+        (tmp_path / "none", "fp32@1", "^path .*none': expected a folder with a Hugging Face model"),
+        ("builtin:tiny-mamba2", "fp32@1", "^path .*build_tiny"),
         (model.name_or_path, "fp33@1", "fp33"),
         (model.name_or_path, tmp_path / "none.toml", "^policy .*none.toml"),
     ):

@@ -55,8 +55,18 @@ def check_family(family: Family) -> None:
 def families_of(file: ModuleType) -> list[Family]:
     """The families whose step op the module ``file`` has as a global: those that it declares itself, then ours."""
     declared = getattr(file, "QUANTLAB_FAMILIES", ())
+    if not isinstance(declared, (tuple, list)):
+        raise InputError(
+            "QUANTLAB_FAMILIES", type(declared).__name__, f"a tuple of families in {file.__name__}"
+        )
     for family in declared:
         check_family(family)
+        if family.step_op in vars(file) and family.prefill_op not in vars(file):
+            raise InputError(
+                "family",
+                family.prefill_op,
+                f"a prefill op that is a global of {file.__name__}, as the step op is",
+            )
     taken = {family.step_op for family in declared}
     known = [family for family in FAMILIES if family.step_op not in taken]
     return [family for family in (*declared, *known) if family.step_op in vars(file)]

@@ -49,6 +49,9 @@ def key_dim_swapped(dense: Tensor) -> Tensor:
 class Family:
     """One family of recurrent ops.
 
+    The mixers that call them are modules with an integer ``layer_idx`` and a parameter ``A_log``, one number for each
+    value head: by these a model's recurrent layers and their heads are found.
+
     recurrence: a name of ``quantlab.recurrences``.
     step_op, prefill_op: the module globals to replace.
     prefill_state: the keyword under which the prefill op takes the state to continue from; None for an op that takes
