@@ -220,7 +220,7 @@ def test_a_graph_and_a_block_of_one_model_do_not_read_prompts_in_each_other(buil
         with pytest.raises(InputError, match=words):
             graph.prefill(ids[:, :PROMPT])
         assert report.op_hits == hits
-    other = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32).eval()
+    other: Any = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32).eval()
     with run_with_policy(other, "nvfp4@1"):
         assert torch.equal(forced(graph, ids), expected)
         other.generate(ids[:, :PROMPT], max_new_tokens=3, do_sample=False, pad_token_id=0)
