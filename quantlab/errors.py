@@ -16,7 +16,10 @@ class InputError(ValueError):
     def __init__(self, argument: str, value: object, expected: str):
         self.argument, self.value, self.expected = argument, value, expected
         # Libraries whose messages are quoted here write several lines; the user gets one, short enough to be read.
-        shown = repr(value)
+        try:
+            shown = repr(value)
+        except Exception:  # Python writes no number of thousands of digits
+            shown = f"<{type(value).__name__}>"
         if len(shown) > LONGEST_VALUE:
             shown = f"{shown[:LONGEST_VALUE]}..."
         text = f"{argument} {shown}: expected {expected}"

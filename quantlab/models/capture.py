@@ -205,7 +205,7 @@ def read_index(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         if index["schema_version"] != STREAM_SCHEMA_VERSION or not isinstance(index["request"], dict):
             raise _occupied(folder)
         files = [folder / entry["file"] for entry in index["streams"]]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         raise _occupied(folder) from None
     for file in files:
         if not file.is_file():

@@ -40,7 +40,7 @@ class CachedForward:
         return logits
 
 
-def check_tokens(model: nn.Module, ids: object, count: int, needed: str) -> Tensor:
+def check_tokens(model: nn.Module, ids: object, count: int, needed: str, argument: str = "ids") -> Tensor:
     """``ids`` as int64 (B, T) on the model's device.
 
     Raises InputError unless they are whole numbers of the model's vocabulary, at least ``count`` of them in each row;
@@ -49,21 +49,23 @@ def check_tokens(model: nn.Module, ids: object, count: int, needed: str) -> Tens
     try:
         tokens = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError("ids", type(ids).__name__, f"token ids, one row a sequence ({error})") from None
+        raise InputError(argument, type(ids).__name__, f"token ids, one row a sequence ({error})") from None
     if tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
-        raise InputError("ids", str(tokens.dtype), "whole numbers")
+        raise InputError(argument, str(tokens.dtype), "whole numbers")
     tokens = tokens[None] if tokens.ndim == 1 else tokens
     if tokens.ndim != 2 or len(tokens) < 1:
-        raise InputError("ids", tuple(tokens.shape), "shape (sequences, tokens)")
+        raise InputError(argument, tuple(tokens.shape), "shape (sequences, tokens)")
+    if tokens.is_meta:
+        raise InputError(argument, "on the meta device", "numbers, which such a tensor has none of")
     if tokens.shape[1] < count:
-        raise InputError("ids", f"{tokens.shape[1]} tokens", f"at least {count}: {needed}")
+        raise InputError(argument, f"{tokens.shape[1]} tokens", f"at least {count}: {needed}")
     embeddings: Any = getattr(model, "get_input_embeddings", lambda: None)()
     vocabulary = getattr(embeddings, "num_embeddings", None)
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or (vocabulary is not None and high >= vocabulary):
         found = low if low < 0 else high
         end = "its end" if vocabulary is None else vocabulary - 1
-        raise InputError("ids", found, f"tokens of the model's vocabulary, 0 to {end}")
+        raise InputError(argument, found, f"tokens of the model's vocabulary, 0 to {end}")
     return tokens.to(next(model.parameters()).device, torch.int64)
 
 

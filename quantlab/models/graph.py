@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from quantlab.errors import InputError
 from quantlab.models.checks import check_model
 from quantlab.models.families import Family, mamba2
+from quantlab.models.forwards import check_count, check_tokens
 from quantlab.models.fusion import fuse, fused_token
-from quantlab.models.interception import cache_keyword, entered_policy
+from quantlab.models.interception import cache_keyword
+from quantlab.models.patching import enter_step
 from quantlab.models.patching import replace as patch
 from quantlab.models.recurrent_layers import op_namespaces, recurrent_layers
 from quantlab.models.running import RunningLayers
@@ -69,8 +71,9 @@ class DecodeGraph:
     their way to the kernels, as its own activations are; a model in float32 decodes as ``run_with_policy`` does.
 
     Raises InputError for a model that ``run_with_policy`` would refuse, for a policy that pools have no layout for and,
-    on a GPU, one that no kernel serves, for Mamba-1, whose states pools do not hold, inside a block of
-    ``run_with_policy`` or beside a model of ``load``, and for a length or a batch that is no positive integer.
+    on a GPU, one that no kernel serves, for Mamba-1, whose states pools do not hold, for a length or a batch that is no
+    positive integer, inside of a block of the same model, and while another thread is inside of one or of a step on the
+    CPU.  Where an exception ended a prefill or a step, the sequences are lost.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class DecodeGraph:
         self._skips: dict[int, tuple[Tensor, Tensor]] = {}
         self._fused: list[Any] = []
         self._held = self._steps = 0
+        self._placed = self._places()
         self._graph, self.logits = None, torch.empty(0)
         if self.device.type == "cuda":
             self._capture()
@@ -119,15 +123,22 @@ class DecodeGraph:
         The model reads ``at_once`` rows at a time by its own ops; the state that it is left with is rounded once into
         every stored copy.
         """
+        if not isinstance(ids, Tensor):
+            raise InputError("ids", type(ids).__name__, f"a tensor ({self.batch}, n)")
         if ids.ndim != 2 or ids.shape[0] != self.batch or not 0 < ids.shape[1] < self.length:
             raise InputError("ids", tuple(ids.shape), f"({self.batch}, n) with n from 1 to {self.length - 1}")
-        ids, logits = ids.to(self.device), []
+        check_count("at_once", at_once)
+        self._check_places()
+        ids, logits = check_tokens(self._model, ids, 1, "a prompt"), []
+        self._held = 0  # until all have been read
         clear(self.cache)
         for counters in self._shared.values():
             for counter in (counters.cursor, counters.origin, counters.pending, counters.store_numbers):
                 counter.zero_()
         for rows in torch.arange(self.batch, device=self.device).split(at_once):
-            filled, found = self._read(ids[rows])
+            with contextlib.ExitStack() as stack:
+                enter_step(stack, self._model, self.rules.text, reads=True)
+                filled, found = self._read(ids[rows])
             logits.append(found)
             fill_rows(self.cache, filled, rows)
             for layer, pool in self.pools.items():
@@ -155,11 +166,19 @@ class DecodeGraph:
             raise InputError("step", "before any prompt", "prefill(ids) first")
         if self._held == self.length:
             raise InputError("length", self.length, f"at least {self.length + 1} for another token")
-        if tuple(tokens.shape) != (self.batch,):
-            raise InputError("tokens", tuple(tokens.shape), f"({self.batch},)")
+        if not isinstance(tokens, Tensor) or tuple(tokens.shape) != (self.batch,):
+            found = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise InputError("tokens", found, f"({self.batch},)")
+        if tokens.device.type != "cuda":
+            tokens = check_tokens(self._model, tokens[:, None], 1, "one a row", "tokens")[:, 0]
+        elif tokens.is_floating_point():  # their values are on the device, and nobody looks
+            raise InputError("tokens", str(tokens.dtype), "whole numbers")
+        if self._graph is None:
+            self._check_places()
         self.tokens.copy_(tokens[:, None])
+        held, self._held = self._held, 0  # what an exception leaves in the middle is no state of anything
         self.replay()
-        self._held, self._steps = self._held + 1, self._steps + 1
+        self._held, self._steps = held + 1, self._steps + 1
         return self.logits
 
     @torch.no_grad()
@@ -173,6 +192,7 @@ class DecodeGraph:
 
     def generate(self, ids: Tensor, count: int) -> Tensor:
         """The greedy continuation (batch, count) of prompts (batch, n).  Raises Diverged once logits are not finite."""
+        check_count("count", count)
         logits, found = self.prefill(ids), []
         for number in range(count):
             if number % CHECKED_EVERY == 0 or number == count - 1:
@@ -214,6 +234,7 @@ class DecodeGraph:
             return run
 
         with contextlib.ExitStack() as stack:
+            enter_step(stack, self._model, self.rules.text, reads=True)
             self._running.watch(self._model, stack)
             for file, family in self._namespaces:
                 patch(stack, file, family.prefill_op, lambda op, f=family: noting(op, f))
@@ -257,9 +278,6 @@ class DecodeGraph:
         """The cache behind prompts, and the logits (rows, vocabulary) of their last tokens."""
         from transformers import DynamicCache
 
-        if (entered := entered_policy()) is not None:
-            expected = f"to be used outside of blocks, whose caches hold no plain states: leave that of {entered} first"
-            raise InputError("policy", self.rules.text, expected)
         config: Any = self._model.config
         cache = DynamicCache(config=config)
         return cache, self._call(ids, cache)
@@ -284,10 +302,24 @@ class DecodeGraph:
                 self.logits = self._forward()
         self._graph = graph
 
+    def _places(self) -> list[tuple[Any, ...]]:
+        """Where the weights are and what they are, as far as this depends on it: a captured step reads memory."""
+        captured = self.device.type == "cuda"
+        return [
+            (weight.dtype, weight.device, weight.data_ptr() if captured else 0)
+            for weight in self._model.parameters()
+        ]
+
+    def _check_places(self) -> None:
+        if self._places() != self._placed:
+            expected = "weights of the dtype and in the memory that they had: make another DecodeGraph"
+            raise InputError("model", type(self._model).__name__, expected)
+
     # -- a step
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            enter_step(stack, self._model, self.rules.text, reads=False)
             self._running.watch(self._model, stack)
             group_attention(stack, self._model)
             capturable_experts(stack, self._model)

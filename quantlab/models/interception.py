@@ -30,24 +30,15 @@ from quantlab.models.device_states import DeviceLayers, HeldState, HostLayer, se
 from quantlab.models.families import Family
 from quantlab.models.families.base import refuse_packed
 from quantlab.models.handles import Holding, Prefill, check_drafts, holding_of
-from quantlab.models.patching import replace
+from quantlab.models.patching import enter, replace
 from quantlab.models.recurrent_layers import op_namespaces, recurrent_layers
 from quantlab.models.report import PolicyReport
 from quantlab.models.running import Running, RunningLayers
 from quantlab.recurrences import StepInputs
 from quantlab.schemes import Policy, PolicyRules, checks, parse_rules, start_groups
+from quantlab.schemes.policy import MAXIMUM_WINDOW
 from quantlab.schemes.rows import DRAFTS
 from quantlab.schemes.rules import number_text
-
-# Blocks patch module globals, which two of them would share, and undo it in reverse order.
-_ENTERED = threading.Lock()
-_entered_by: tuple[int, str] = (0, "")  # thread and policy of the block that holds the lock
-
-
-def entered_policy() -> str | None:
-    """The policy of the block that is entered, in whatever thread, or None."""
-    return _entered_by[1] if _ENTERED.locked() else None
-
 
 _CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
 
@@ -76,7 +67,11 @@ def run_with_policy(
     """
     interception = Interception(model, policy, seed=seed, drafts=drafts)
     if sequence_ids is not None:
-        interception.sequence_ids = checks.sequence_ids(sequence_ids, len(sequence_ids))
+        try:
+            count = len(sequence_ids)
+        except TypeError:
+            raise InputError("sequence_ids", sequence_ids, "one integer for each sequence") from None
+        interception.sequence_ids = checks.sequence_ids(sequence_ids, count)
     with interception:
         yield interception.report
     interception.require_effect()
@@ -113,6 +108,9 @@ class Interception:
     ):
         check_model(model)
         self.rules = parse_rules(policy)
+        for name, value, limit in (("seed", seed, None), ("drafts", drafts, MAXIMUM_WINDOW)):
+            if not checks.is_integer(value) or (limit is not None and not 0 <= value <= limit):
+                raise InputError(name, value, "an integer" + ("" if limit is None else f" from 0 to {limit}"))
         self.seed, self.drafts = seed, drafts
         self.sequence_ids: Tensor | None = None
         self.observer: Observer | None = None
@@ -129,26 +127,23 @@ class Interception:
         self._device_layers: weakref.WeakValueDictionary[int, DeviceLayers] = weakref.WeakValueDictionary()
         self._undo: contextlib.ExitStack | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Interception":
+        return self  # it is of one model; what is copied is a cache, or the model
+
+    def __reduce__(self) -> Any:
+        expected = (
+            "nothing to pickle: save_pretrained writes a model, copy.deepcopy copies a model or a cache"
+        )
+        raise InputError("policy", self.rules.text, expected)
+
     def __enter__(self) -> "Interception":
-        global _entered_by
         model = self._model()
         if model is None:
             raise InputError("model", None, "a model that is still there")
         if self._undo is not None:
             raise InputError("policy", self.rules.text, "not to be entered twice at once")
-        if not _ENTERED.acquire(blocking=False):
-            thread, policy = _entered_by
-            if thread == threading.get_ident():
-                expected = (
-                    f"to be entered outside of other blocks: leave that of {policy} first"
-                    " (quantlab_close() of a loaded model)"
-                )
-            else:
-                expected = f"one thread at a time: another is inside such a block, of {policy}"
-            raise InputError("policy", self.rules.text, expected)
         with contextlib.ExitStack() as stack:
-            stack.callback(_ENTERED.release)
-            _entered_by = threading.get_ident(), self.rules.text
+            enter(stack, model, self.rules.text)
             self._running.watch(model, stack)
             for namespace, family in self._namespaces:
                 replace(stack, namespace, family.step_op, lambda op, f=family: self._step_adapter(op, f))
@@ -163,7 +158,7 @@ class Interception:
             _answer(stack, model, "_is_stateful", False)
             # A handle's attribute does not survive compilation.  (Layers that say so would do, but masks for static
             # caches ask them too.)
-            _answer(stack, model, "_valid_auto_compile_criteria", lambda *_, **__: False)
+            _answer(stack, model, "_valid_auto_compile_criteria", _never)
             self._undo = stack.pop_all()
         return self
 
@@ -375,16 +370,26 @@ class Interception:
 
 
 def _answer(stack: contextlib.ExitStack, model: nn.Module, name: str, value: Any) -> None:
-    """Give ``model`` an attribute of its own in place of its class's, until ``stack`` closes."""
+    """Let its class give ``model``, and no copy of it, another attribute until ``stack`` closes."""
     if hasattr(type(model), name):
-        setattr(model, name, value)
-        stack.callback(_forget, weakref.ref(model), name)
+        replace(stack, type(model), name, lambda own: _Answer(weakref.ref(model), value, own))
 
 
-def _forget(owner: "weakref.ref[nn.Module]", name: str) -> None:
-    model = owner()
-    if model is not None:
-        delattr(model, name)
+def _never(*_: Any, **__: Any) -> bool:
+    return False
+
+
+class _Answer:
+    """An attribute of a class that is ``value`` for one object and ``own``, what the class had, for all others."""
+
+    def __init__(self, model: "weakref.ref[nn.Module]", value: Any, own: Any):
+        self._model, self._value, self._own = model, value, own
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is not None and instance is self._model():
+            return self._value
+        bind = getattr(type(self._own), "__get__", None)
+        return self._own if bind is None else bind(self._own, instance, owner)
 
 
 def cache_keyword(model: nn.Module) -> str:

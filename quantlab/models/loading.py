@@ -39,12 +39,21 @@ def load(
         raise InputError("path", str(path), "a folder with a Hugging Face model, or a name on the hub")
     rules = parse_rules(policy)  # a mistake in it shows before the weights are read
     options = {} if dtype is None else {"dtype": dtype}
+    if (
+        isinstance(dtype, str)
+        and dtype != "auto"
+        and not isinstance(getattr(torch, dtype, None), torch.dtype)
+    ):
+        raise InputError("dtype", dtype, "a dtype of torch, such as bfloat16")
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(str(path), **options)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever a broken file raises inside the library
         raise InputError("path", str(path), f"a causal language model: {error}") from error
     if device is not None:
-        model.to(device)
+        try:
+            model.to(device)
+        except (RuntimeError, AssertionError, TypeError) as error:
+            raise InputError("device", str(device), f"a device with room for the model: {error}") from error
     model.eval()
     interception = Interception(model, rules, seed=seed, drafts=drafts)
     interception.__enter__()

@@ -239,7 +239,7 @@ def _read(path: Path) -> PolicyRules:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError("policy", str(path), f"a file that can be read ({error.strerror})") from None
-    except ValueError as error:  # not TOML, or not even UTF-8
+    except (ValueError, RecursionError) as error:  # not TOML, not even UTF-8, or tables within tables
         raise InputError("policy", str(path), f"TOML: {error}") from None
     try:
         return _rules(table, path.stem)

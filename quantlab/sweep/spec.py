@@ -138,7 +138,7 @@ def load_study(path: str | os.PathLike[str]) -> Study:
         raise InputError("spec", str(path), f"a readable TOML file ({error})") from error
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError("spec", path.name, f"valid TOML ({error})") from error
     try:
         return Study.model_validate(table)

@@ -1,5 +1,7 @@
 """Models, calls and rules that cannot be: one line that says what was found and what to do, and nothing done."""
 
+import io
+import pickle
 from copy import deepcopy
 from typing import Any
 
@@ -101,3 +103,67 @@ def test_an_error_inside_a_block_is_not_covered_by_its_check(model, ids):
         hook.remove()
     assert report.decode_hits == {0: 3, 1: 2}
     assert report.touched(1) == 2 / 3
+
+
+def test_an_interrupted_forward_leaves_no_layer_running(model, ids):
+    """torch calls no hooks behind a KeyboardInterrupt; another model of the file must not be taken for this one."""
+    other = deepcopy(model)
+    stock = other.generate(ids[:2, :9], **GREEDY)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    layer_1 = [m for m in model.modules() if getattr(m, "layer_idx", None) == 1][-1]
+    with run_with_policy(model, "nvfp4@1") as report:
+        hook = layer_1.norm.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(ids[:2, :9], **GREEDY)
+        hook.remove()
+        hits = report.op_hits
+        assert torch.equal(other.generate(ids[:2, :9], **GREEDY), stock)
+        assert report.op_hits == hits
+        model.generate(ids[:2, :9], **GREEDY)
+
+
+def test_copies_of_a_model_are_under_no_policy(model, ids):
+    prompt, packed = ids[:2, :9], {"cu_seq_lens_q": torch.tensor([0, 4, 9], dtype=torch.int32)}
+    stock, own = model.generate(prompt, **GREEDY), model._is_stateful
+    with run_with_policy(model, "nvfp4@1"):
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copies = [deepcopy(model), torch.load(file, weights_only=False)]
+        assert model._is_stateful is False
+        assert torch.equal(copies[0].generate(prompt, **GREEDY), stock)
+        model.generate(prompt, **GREEDY)
+    for copy in (model, *copies):
+        assert copy._is_stateful == own
+        assert not {"_is_stateful", "_valid_auto_compile_criteria"} & vars(copy).keys()
+        assert torch.equal(copy.generate(prompt, **GREEDY), stock)
+    if model.config.model_type == "mamba2":  # the other one refuses it anyway
+        for copy in copies:  # what a block refuses, a copy takes
+            copy(ids[:1, :9], **packed)
+
+
+def test_what_is_under_a_policy_is_not_pickled(model, ids):
+    def dump():
+        cache = new_cache(model)
+        forward(model, ids[:, :5], cache)
+        pickle.dumps(cache)
+
+    refused(model, r"^policy 'fp32@1': expected nothing to pickle: .*deepcopy", run=dump)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seed": 1.5}, "^seed 1.5: expected an integer"),
+        ({"drafts": "a"}, "^drafts 'a': expected an integer from 0"),
+        ({"drafts": -1}, "^drafts -1: expected an integer from 0"),
+        ({"sequence_ids": 7}, "^sequence_ids 7: expected one integer for each"),
+        ({"sequence_ids": torch.tensor(3)}, "^sequence_ids .*: expected one integer for each"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_runs(model, options, words):
+    with pytest.raises(InputError, match=words), run_with_policy(model, "fp32@1", **options):
+        pytest.fail("entered")

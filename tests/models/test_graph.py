@@ -1,5 +1,6 @@
 """``DecodeGraph``: on a CPU its step run eagerly by the kernels' twins, and what it refuses; on a GPU the graph."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -185,10 +186,10 @@ def test_what_is_refused(built, tmp_path):
     with pytest.raises(InputError, match=r"^policy .*one policy for all heads"):
         DecodeGraph(model, path, 1, 8)
     graph = DecodeGraph(model, "fp32@1", 2, 4)
-    with pytest.raises(InputError, match=r"leave that of nvfp4@1 first$"):  # noqa: SIM117
+    with pytest.raises(InputError, match=r"block of the same model: leave nvfp4@1 first$"):  # noqa: SIM117
         with run_with_policy(model, "nvfp4@1"):
             DecodeGraph(model, "fp32@1", 2, 4)
-    with pytest.raises(InputError, match=r"leave that of nvfp4@1 first$"):  # noqa: SIM117
+    with pytest.raises(InputError, match=r"block of the same model: leave nvfp4@1 first$"):  # noqa: SIM117
         with run_with_policy(model, "nvfp4@1"):
             graph.prefill(tokens(2, 3))
     with pytest.raises(InputError, match=r"^step 'before any prompt'"):
@@ -223,3 +224,103 @@ def test_on_cuda_a_graph_is_the_step_of_the_cpu(built, name):
         forced(graph, tokens(count=PROMPT + 4, seed=5).cuda())
         with torch.backends.cudnn.flags(allow_tf32=False):
             assert torch.equal(forced(graph, ids.cuda()).cpu(), found)
+
+
+def test_a_graph_and_a_block_of_one_model_do_not_read_prompts_in_each_other(built):
+    model, ids = built("mamba2"), tokens()
+    graph = DecodeGraph(model, "fp32@4", batch=3, length=40)
+    expected = forced(graph, ids)
+    words = "^policy 'fp32@4': expected to be used outside of a block of the same model: leave nvfp4@1 first"
+    graph.prefill(ids[:, :PROMPT])
+    with run_with_policy(model, "nvfp4@1") as report:
+        model.generate(ids[:, :PROMPT], max_new_tokens=3, do_sample=False, pad_token_id=0)
+        hits = report.op_hits
+        with pytest.raises(InputError, match=words):
+            DecodeGraph(model, "fp32@4", batch=3, length=40)
+        assert torch.equal(
+            graph.step(ids[:, PROMPT]), expected[:, 1]
+        )  # replaces what a block did, for a moment
+        with pytest.raises(InputError, match=words):
+            graph.prefill(ids[:, :PROMPT])
+        assert report.op_hits == hits
+    other: Any = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32).eval()
+    with run_with_policy(other, "nvfp4@1"):
+        assert torch.equal(forced(graph, ids), expected)
+        other.generate(ids[:, :PROMPT], max_new_tokens=3, do_sample=False, pad_token_id=0)
+
+
+def test_two_threads_do_not_step_at_once(built):
+    """Each would undo what the other has put into the model's file."""
+    model, ids = built("mamba2"), tokens()
+    graph = DecodeGraph(model, "fp32@4", batch=3, length=40)
+    graph.prefill(ids[:, :PROMPT])
+    found = []
+
+    def elsewhere():
+        try:
+            graph.prefill(ids[:, :PROMPT])
+        except InputError as error:
+            found.append(str(error))
+
+    def meanwhile(*_):
+        hook.remove()
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    hook = model.register_forward_pre_hook(meanwhile)
+    graph.step(ids[:, PROMPT])
+    assert found
+    assert "one thread at a time: another is inside" in found[0]
+    assert not [name for name, part in model.named_modules() if "forward" in vars(part)]
+
+
+def test_an_interrupted_step_or_prefill_loses_the_sequences(built):
+    model, ids = built("mamba2"), tokens()
+    graph = DecodeGraph(model, "fp32@4", batch=3, length=40)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    last = [m for m in model.modules() if getattr(m, "layer_idx", None) == 1][-1]
+    for run in (lambda: graph.step(ids[:, PROMPT]), lambda: graph.prefill(ids[:, :3], at_once=1)):
+        graph.prefill(ids[:, :PROMPT])
+        hook = last.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        hook.remove()
+        with pytest.raises(InputError, match=r"^step 'before any prompt'"):
+            graph.step(ids[:, PROMPT])
+
+
+def test_tokens_and_models_that_a_graph_cannot_decode(built):
+    model, ids = built("mamba2"), tokens()[:, :PROMPT]
+    graph: Any = DecodeGraph(model, "fp32@4", batch=3, length=40)
+    for given, words in (
+        ([[1, 2]] * 3, "^ids 'list'"),
+        (ids.float(), "^ids 'torch.float32': expected whole numbers"),
+        (-ids, "^ids -.* vocabulary"),
+        (ids + 5000, "^ids 5.* vocabulary"),
+        (ids.to("meta"), "^ids 'on the meta device'"),
+    ):
+        with pytest.raises(InputError, match=words):
+            graph.prefill(given)
+    with pytest.raises(InputError, match=r"^at_once 0"):
+        graph.prefill(ids, at_once=0)
+    with pytest.raises(InputError, match=r"^count 0"):
+        graph.generate(ids, 0)
+    graph.prefill(ids)
+    for given, words in (
+        ([1, 2, 3], "^tokens 'list'"),
+        (ids[:, 0].float(), "^tokens 'torch.float32': expected whole numbers"),
+        (ids[:, 0] + 5000, "^tokens 5.* vocabulary"),
+    ):
+        with pytest.raises(InputError, match=words):
+            graph.step(given)
+    changed = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32).eval()
+    graph = DecodeGraph(changed, "fp32@4", batch=3, length=40)
+    graph.prefill(ids)
+    changed.bfloat16()
+    for run in (lambda: graph.prefill(ids), lambda: graph.step(ids[:, 0])):
+        with pytest.raises(InputError, match=r"^model 'Mamba2ForCausalLM': .*make another DecodeGraph"):
+            run()

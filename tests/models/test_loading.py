@@ -1,6 +1,10 @@
 """A loaded model decodes under its policy for its life, and leaves nothing behind."""
 
 import gc
+import pickle
+import shutil
+from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -65,3 +69,36 @@ def test_what_cannot_be_loaded_is_one_line(model, tmp_path):
             "fp32@4:contents=raw" if "mamba2" in model.name_or_path else "fp32@4:contents=none",
         )
     assert globals_of(model) == before
+
+
+def test_copies_of_a_loaded_model_are_plain_models(model, ids):
+    prompt = ids[:2, :9]
+    stock = model.generate(prompt, **GREEDY)
+    loaded = load(model.name_or_path, "nvfp4@1", dtype=torch.float32)
+    try:
+        with pytest.raises(
+            InputError, match=r"^policy 'nvfp4@1': expected nothing to pickle: save_pretrained"
+        ):
+            pickle.dumps(loaded)
+        copy = deepcopy(loaded)
+        copy.quantlab_close()  # not its own
+        assert torch.equal(copy.generate(prompt, **GREEDY), stock)
+        loaded.generate(prompt, **GREEDY)
+        assert loaded.quantlab_report.step_hits
+    finally:
+        loaded.quantlab_close()
+
+
+def test_whatever_the_library_raises_is_one_line(model, tmp_path):
+    folder = shutil.copytree(model.name_or_path, tmp_path / "short")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (folder, {}, "^path .*short': expected a causal language model: "),
+        (model.name_or_path, {"dtype": "nope"}, "^dtype 'nope'"),
+        (model.name_or_path, {"device": "nope"}, "^device 'nope'"),
+    ]
+    for path, options, words in cases:
+        with pytest.raises(InputError, match=words) as caught:
+            load(path, "fp32@1", **options)
+        assert "\n" not in str(caught.value)

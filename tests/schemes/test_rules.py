@@ -172,6 +172,8 @@ def test_what_are_no_numbers_is_refused(value):
     ("text", "words"),
     [
         ("default = ", ["TOML"]),
+        ("default = " + "[" * 100_000, ["TOML"]),
+        (f'default = "fp32@1"\n[[rule]]\nlayers = 0x{"f" * 6000}\npolicy = "fp32@4"', ["layers <int>"]),
         ('default = "fp32@1"\ndefault = "fp32@1"', ["TOML"]),
         ("", ["default = ... among them"]),
         ("default = 3", ["policy 3: expected policy text"]),

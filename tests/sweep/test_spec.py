@@ -67,6 +67,8 @@ def test_a_point_named_twice_is_run_once(tmp_path, parser):
     ("text", "says"),
     [
         ("title = ", "valid TOML"),
+        ("title = " + "[" * 100_000, "valid TOML"),
+        ("title = " + "9" * 6000, "valid TOML"),
         ("description = 'x'", "title"),
         ("title = 't'", r"\[\[drift\]\]"),
         (DRIFT + "[[drfit]]\n", "spec field 'drfit'.*nearest: drift"),
