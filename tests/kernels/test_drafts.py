@@ -33,7 +33,11 @@ def test_conformance(implementation, name):
     "family",
     ["mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gated_delta", "kimi_delta"))],
 )
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
+@pytest.mark.parametrize(
+    "implementation",
+    [pytest.param(i, marks=pytest.mark.slow if i == "interpreter" else ()) for i in IMPLEMENTATIONS],
+    indirect=True,
+)
 def test_a_draft_that_is_not_finite_reaches_no_earlier_one(implementation, family):
     """Behind the diagonal is a selection: a product with a coefficient of zero would spread NaN."""
     given = family, (1.0, float("inf"), float("nan")), implementation
