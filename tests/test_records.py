@@ -215,20 +215,25 @@ def test_environment_imports_nothing_heavy_and_names_no_machine():
 
 
 def test_unpacked_archive_knows_its_revision(tmp_path):
-    """Run from an archive of the checkout, records carry the revision that a clone's would."""
-    root = Path(records.__file__).parents[2]
-    if not (root / ".git").exists():
-        pytest.skip("this tree is no checkout")
-    git = ["git", "-C", str(root)]
-    head = subprocess.run(
-        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-    ).stdout.strip()
-    packed = subprocess.run(
-        [*git, "archive", "HEAD", ".git_archival.txt"], check=True, capture_output=True
-    ).stdout
-    subprocess.run(["tar", "-x", "-C", str(tmp_path)], input=packed, check=True)
-    assert archived_revision(tmp_path) == head
-    assert archived_revision(root) is None, "a checkout holds the pattern, not a revision"
+    """Run from an archive of a checkout, by the project's own files, records carry the revision that a clone's would."""
+    root, checkout, unpacked = Path(records.__file__).parents[2], tmp_path / "checkout", tmp_path / "unpacked"
+    checkout.mkdir()
+    unpacked.mkdir()
+    for name, text in ((".gitattributes", None), (".git_archival.txt", "$Format:%H$\n")):
+        (checkout / name).write_text(text or (root / name).read_text())
+
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        return subprocess.run(
+            ["git", "-C", checkout, *identity, *arguments], check=True, capture_output=True
+        ).stdout
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "files")
+    subprocess.run(["tar", "-x", "-C", unpacked], input=git("archive", "HEAD"), check=True)
+    assert archived_revision(unpacked) == git("rev-parse", "HEAD").decode().strip()
+    assert archived_revision(checkout) is None, "a checkout holds the pattern, not a revision"
     assert archived_revision(tmp_path / "none") is None
 
 
