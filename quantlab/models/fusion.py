@@ -5,7 +5,7 @@ A module is replaced only after the replacement gave its own result on random nu
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from types import ModuleType
 from typing import Any
@@ -203,10 +203,3 @@ def _agrees(module: nn.Module, candidate: Callable[..., Tensor], weight: Tensor,
         return False
     found, places = candidate(*rows).float(), 2 * torch.finfo(weight.dtype).eps
     return bool(((found - expected.float()).abs() <= places * expected.float().abs() + 1e-6).all())
-
-
-def patched_norms(model: nn.Module) -> Iterator[str]:
-    """Names of the norms that ``fuse`` replaces."""
-    for name, module in model.named_modules():
-        if fused_norm(module, glue.gated_norm, {}) is not None:
-            yield name

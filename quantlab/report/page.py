@@ -119,22 +119,27 @@ def _stream_section(name: str, group: Sequence[Record], rows: Sequence[tables.Dr
     return {"name": name, "size": size, "rows": mine, "remarks": remarks}
 
 
+def _policy_rows(records: Sequence[Record], policies: Sequence[str]) -> list[dict[str, Any]]:
+    """A row a record that says something, in policy order."""
+    return [
+        {
+            "policy": policy,
+            "status": record["status"],
+            "m": record["metrics"],
+            "exercised": _exercised(record),
+        }
+        for policy in policies
+        for record in records
+        if record["point"]["policy"] == policy and record["status"] in ("ok", "diverged")
+    ]
+
+
 def _scan_sections(scans: Sequence[Record], policies: Sequence[str], styles: Any) -> list[dict[str, Any]]:
     """One section a trained recurrence: rows in policy order, its curves and its divergence."""
     sections = []
     for name in dict.fromkeys(record["point"].get("name", "trained recurrence") for record in scans):
         mine = [record for record in scans if record["point"].get("name", "trained recurrence") == name]
-        rows = [
-            {
-                "policy": policy,
-                "status": record["status"],
-                "m": record["metrics"],
-                "exercised": _exercised(record),
-            }
-            for policy in policies
-            for record in mine
-            if record["point"]["policy"] == policy and record["status"] in ("ok", "diverged")
-        ]
+        rows = _policy_rows(mine, policies)
         # With several documents or lengths the worst one is drawn; the table has them all.
         divergence = {
             policy: max((r["m"].get("kl") or 0.0 for r in rows if r["policy"] == policy), default=None)
@@ -157,17 +162,7 @@ def _loop_sections(loops: Sequence[Record], policies: Sequence[str]) -> list[dic
         settings.setdefault(stream_key(record), []).append(record)
     sections = []
     for mine in settings.values():
-        rows = [
-            {
-                "policy": policy,
-                "status": record["status"],
-                "m": record["metrics"],
-                "exercised": _exercised(record),
-            }
-            for policy in policies
-            for record in mine
-            if record["point"]["policy"] == policy and record["status"] in ("ok", "diverged")
-        ]
+        rows = _policy_rows(mine, policies)
         bins = zip(*(row["m"].get("agreement_by_margin") or [] for row in rows), strict=False)
         held = [found for found in bins if any(one["tokens"] for one in found)]
         sections.append({"point": mine[0]["point"], "rows": rows, "bins": held})
