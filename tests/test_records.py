@@ -215,7 +215,7 @@ def test_environment_imports_nothing_heavy_and_names_no_machine():
 
 
 def test_unpacked_archive_knows_its_revision(tmp_path):
-    """Run from an archive of a checkout, by the project's own files, records carry the revision that a clone's would."""
+    """Records made from an archive of a checkout carry its revision, by the project's own two files."""
     root, checkout, unpacked = Path(records.__file__).parents[2], tmp_path / "checkout", tmp_path / "unpacked"
     checkout.mkdir()
     unpacked.mkdir()
