@@ -1,91 +1,42 @@
 """Heads of one layer under different policies: each holds what it would hold if the whole layer had its policy."""
 
-import contextlib
-import copy
-import pickle
 from itertools import combinations
 
 import pytest
 import torch
 
-from quantlab.errors import InputError
 from quantlab.recurrences import expand_groups, get_recurrence
 from quantlab.schemes import (
     DecodeState,
-    Diverged,
-    HeadGroup,
     HeadGroups,
     PolicyRules,
     Rule,
     SlotPool,
     StateShape,
-    load_decode_state,
     parse_policy,
-    save_decode_state,
     start,
-    start_groups,
     start_layer,
 )
 from quantlab.schemes.head_groups import key_heads_of
-from quantlab.schemes.layers import restore_layer
 from quantlab.schemes.ledger import ledger
+from tests.schemes.grouped import (
+    MIXED,
+    MIXED_HEADS,
+    assert_same_stored,
+    begin_groups,
+    begin_mixed,
+    mixed_stream,
+    refusal,
+    split,
+)
 from tests.schemes.streams import begin, run, same_bits, stream, tokens
-from tests.schemes.test_all_or_nothing import live_bits, with_meta
 
 # The second group uses an uneven number of heads of a key head, the third its heads in an order of their own.
 SPLITS = (((0, 1), (2, 3)), ((0, 1, 3), (2,)), ((1, 2), (0, 3)), ((3,), (1,), (0, 2)))
-MIXED = ("fp16+sr/nvfp4@4", "fp32@5:buffer=bf16", "int8+ef@1")
-MIXED_HEADS = ((0, 1, 3), (4,), (2, 5))
 FLOAT64 = torch.float64
 TOLERANCE = 1e-12
 """Of outputs and states near 1 in float64, where sums of at most 32 terms may run in another order: 32 * 2^-53 = 4e-15,
 and as much again for each of some twenty tokens behind them."""
-
-
-def split(policies, heads):
-    return [HeadGroup(parse_policy(p), tuple(h)) for p, h in zip(policies, heads, strict=True)]
-
-
-def begin_groups(groups, s, **changes):
-    options = {"key_heads": s.key_heads, "rates": s.rates, "seed": 11} | changes
-    return start_groups(groups, s.family, s.initial, **options)
-
-
-def begin_mixed(s, policies=MIXED, heads=MIXED_HEADS, **changes):
-    state = begin_groups(split(policies, heads), s, **changes)
-    assert isinstance(state, HeadGroups)
-    return state
-
-
-def mixed_stream(family="gated_delta", **changes):
-    return stream(family, **({"heads": 6, "key_heads": 3} | changes))
-
-
-def stored(state, heads):
-    """What is stored of these heads of a plain state: decoded values are as good as the codes."""
-    found = {}
-    for part, store in state._stores().items():
-        found[f"{part}.decoded"] = store.decoded[:, list(heads)]
-        if store.residual is not None:
-            found[f"{part}.residual"] = store.format.residual_values(store.residual)[:, list(heads)]
-        found |= {f"{part}.{n}": getattr(store, n) for n in ("numbers", "sequence_ids", "live")}
-        found |= {f"{part}.unread": state._unread[part], f"{part}.stores": state._read_stores[part]}
-    return found | {"cursor": state.cursor, "pending": state.pending}
-
-
-def assert_same_stored(state, plain):
-    """Each group of ``state`` holds, bit for bit, what ``plain`` of its policy holds of its heads."""
-    for group, own in zip(state.groups, state.states, strict=True):
-        expected = stored(plain[group.policy], group.heads)
-        found = stored(own, range(len(group.heads)))
-        assert [n for n in expected if not torch.equal(expected[n], found[n])] == []
-
-
-def refusal(action, *arguments, **options):
-    with pytest.raises(InputError) as refused:
-        action(*arguments, **options)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
 
 
 @pytest.mark.parametrize("policy", ["fp32@1", "fp16+sr/nvfp4@4", "int8+ef@4"])
@@ -233,206 +184,6 @@ def test_exercised_is_the_least_and_the_cursor_the_fullest():
     assert state.cursor.tolist() == [3, 3, 3]
     no_copy = begin_groups(split(["fp32@4", "fp32@1"], [(0, 1, 2), (3, 4, 5)]), s)
     assert no_copy.exercised == {"checkpoint": 0, "read_copy": None}
-
-
-def all_bits(state):
-    return {f"{i}.{n}": t for i, own in enumerate(state.states) for n, t in live_bits(own).items()}
-
-
-def changed(before, state):
-    after = all_bits(state)
-    return [name for name in before if not torch.equal(before[name], after[name])]
-
-
-EARLY = ("fp16/nvfp4@4:flush=early", "fp32@4:flush=early", "bf16@4:flush=early")
-
-
-@pytest.mark.parametrize(
-    ("policies", "head"),
-    [(MIXED, 0), (MIXED, 4), (EARLY, 5), (("bf16@4", "bf16@4:schedule=step", "fp16@1"), 4)],
-)
-def test_a_head_that_diverges_changes_no_group(policies, head):
-    """Whichever group it is in: those that had gone before are as they were, and the row is named."""
-    s = mixed_stream(steps=16)
-    state, diverged = begin_mixed(s, policies), 0
-    wrong, initial = tokens(s, 12, 15), s.initial[:1].clone()
-    wrong.v[1, :, head] = initial[0, head] = torch.nan
-    for t in range(4):
-        state.step(s.step(t))
-        drafted = copy.deepcopy(state)
-        drafted.verify(wrong)
-        accepted = copy.deepcopy(drafted)
-        with contextlib.suppress(Diverged):  # with flush=early nothing is folded before the next forward
-            accepted.commit(torch.tensor([3, 3, 3]))
-        for tried, operation in (
-            (copy.deepcopy(state), lambda one: one.step(wrong.token(0))),
-            (copy.deepcopy(state), lambda one: one.verify(wrong)),
-            (copy.deepcopy(state), lambda one: one.extend(wrong)),
-            (copy.deepcopy(state), lambda one: one.reset(torch.tensor([1]), initial, torch.tensor([9]))),
-            (drafted, lambda one: one.commit(torch.tensor([3, 3, 3]))),
-            *([(accepted, lambda one: one.step(s.step(5)))] if not bool(accepted.pending.any()) else []),
-        ):
-            before = all_bits(tried)
-            try:
-                operation(tried)
-            except Diverged as error:
-                rows, diverged = error.rows, diverged + 1
-            else:
-                continue
-            assert rows == [1]
-            assert changed(before, tried) == []
-    assert diverged >= 8  # every reset and every chunk stores
-
-
-def test_a_hand_off_that_diverges_changes_no_group():
-    s = mixed_stream()
-    state = begin_mixed(s)
-    run(state, s, 0, 3)
-    before, initial = all_bits(state), s.initial.clone()
-    initial[2, 5] = torch.inf
-    with pytest.raises(Diverged, match=r"row 2$"):
-        state.hand_off(initial)
-    assert changed(before, state) == []
-
-
-def test_wrong_input_is_refused_before_any_group_moves():
-    s = mixed_stream()
-    state = begin_mixed(s, ("fp32@16", "fp32@3:flush=early", "fp32@1"))
-    run(state, s, 0, 2)
-    good, three = s.step(2), tokens(s, 2, 6)
-    before = all_bits(state)
-    for name in ("q", "k", "v", "log_decay", "beta"):
-        short = vars(good) | {name: getattr(good, name)[:, :-1]}
-        assert refusal(state.step, type(good)(**short)).startswith(f"{name} ")
-    assert "1 to 3: what the window of fp32@3:flush=early" in refusal(state.verify, three)
-    assert refusal(state.step, good, torch.tensor([0, 3, 1])).startswith("rows ")
-    assert refusal(state.step, None).startswith("inputs ")
-    assert refusal(state.extend, good).startswith("v ")
-    assert refusal(state.extend, three, None, torch.tensor([5, 0, 0])).startswith("lengths ")
-    assert refusal(state.commit, torch.tensor([1, 0, 0])).startswith("counts ")
-    assert refusal(state.hand_off, s.initial[:, :5]).startswith("initial ")
-    assert refusal(state.reset, torch.tensor([0]), s.initial[:1], torch.tensor([1, 2])).startswith(
-        "sequence_ids "
-    )
-    assert refusal(state.reset, torch.tensor([0, 0]), s.initial[:2]).startswith("rows ")
-    assert refusal(state.rename, torch.tensor([0]), torch.tensor([1, 2])).startswith("sequence_ids ")
-    assert refusal(state.select, torch.tensor([3])).startswith("rows ")
-    assert changed(before, state) == []
-    state.verify(tokens(s, 2, 4))
-    for operation, arguments in (
-        (state.step, [good]), (state.extend, [three]), (state.flush, []), (state.save, []),
-    ):  # fmt: skip
-        assert "commit first, of at most 2 drafts" in refusal(operation, *arguments)
-
-
-def test_wrong_groups_are_refused():
-    s, one = mixed_stream(), parse_policy("fp32@1")
-    for wrong in (
-        [],
-        [one],
-        [HeadGroup(one, (0, 1))],
-        [HeadGroup(one, tuple(range(7)))],
-        [HeadGroup(one, (0, 1, 2)), HeadGroup(one, (2, 3, 4, 5))],
-        [HeadGroup(one, tuple(range(6))), HeadGroup(one, ())],
-    ):
-        assert refusal(begin_groups, wrong, s).startswith("groups ")
-    assert refusal(begin_groups, split(["fp32@1"] * 2, [(1, 0, 2), (3, 4, 5)]), s).startswith("heads ")
-    derived = split(["fp32@1", "fp32@4:contents=derived"], [(0, 1, 2), (3, 4, 5)])
-    assert "delta rule" in refusal(begin_groups, derived, mixed_stream("mamba2"))
-    good = split(MIXED, MIXED_HEADS)
-    for name, value in {"key_heads": 4, "seed": "a", "drafts": -1, "sequence_ids": [1], "rates": s.q}.items():
-        assert refusal(begin_groups, good, s, **{name: value}).startswith(f"{name} ")
-    assert refusal(start_groups, good, "mamba9", s.initial).startswith("family ")
-    assert refusal(start_groups, good, s.family, s.initial[0]).startswith("initial ")
-
-
-@pytest.mark.parametrize("family", ["gated_delta", "mamba1"])
-def test_saves_files_forks_and_pickles_continue_bit_for_bit(family, tmp_path):
-    s = mixed_stream(family)
-    state = begin_mixed(s, layer=4)
-    run(state, s, 0, 6)
-    path = tmp_path / "state.safetensors"
-    save_decode_state(state, path)
-    others = [
-        HeadGroups.restore(state.save()),
-        load_decode_state(path),
-        restore_layer(state.save()),
-        copy.deepcopy(state),
-        pickle.loads(pickle.dumps(state)),
-    ]
-    others.append(begin_mixed(s, layer=4))
-    others[-1].place(torch.tensor([2, 0, 1]), HeadGroups.restore(state.save(torch.tensor([2, 0, 1]))))
-    expected = run(state, s, 6)
-    for other in others:
-        assert torch.equal(run(other, s, 6), expected)
-        assert same_bits(other, state)
-    assert type(restore_layer(begin("fp32@4", s).save())) is DecodeState
-
-
-def test_rows_of_another_grouping_are_not_placed():
-    s = mixed_stream()
-    state, rows = begin_mixed(s), torch.tensor([0, 1, 2])
-    run(state, s, 0, 2)
-    before = all_bits(state)
-    for other, word in (
-        (begin_mixed(s, heads=((0, 1, 2), (4,), (3, 5))), "groups of the state to place"),
-        (begin_mixed(s, policies=("fp16+sr/nvfp4@4", "fp32@4", "int8+ef@1")), "groups of the state to place"),
-        (begin("fp32@1", s), "groups of the state to place"),
-        (begin_mixed(s, seed=12), "seed of the state to place"),
-        (begin_mixed(s, arithmetic=FLOAT64), "arithmetic of the state to place"),
-    ):
-        assert refusal(state.place, rows, other).startswith(word)
-    assert refusal(begin("fp32@1", s).place, rows, state.states[2]).startswith("policy of the state to place")
-    # Both of these have a float64 checkpoint first: the groups behind it differ.
-    wide = {"policies": ("fp64@4", "fp32@4", "int8+ef@1")}
-    mine, theirs = begin_mixed(s, **wide), begin_mixed(s, arithmetic=FLOAT64, **wide)
-    run(theirs, s, 0, 2)
-    held = all_bits(mine)
-    assert refusal(mine.place, rows, theirs).startswith("arithmetic of the state to place")
-    assert changed(held, mine) == []
-    drafted = begin_mixed(s)
-    drafted.verify(tokens(s, 0, 2))
-    assert "drafts pending" in refusal(state.place, rows, drafted)
-    assert changed(before, state) == []
-
-
-def test_tampered_saves_are_refused():
-    s = mixed_stream()
-    state = begin_mixed(s)
-    run(state, s, 0, 3)
-    saved = state.save()
-    inner = {n.removeprefix("group1."): t for n, t in saved.items() if n.startswith("group1.")}
-
-    def with_group_1(**changes):
-        other = with_meta(inner, **changes)
-        return saved | {f"group1.{n}": t for n, t in other.items()}
-
-    for wrong in (
-        with_meta(saved, groups=2),
-        with_meta(saved, groups=4),
-        with_meta(saved, groups="3"),
-        with_meta(saved, groups=0),
-        with_meta(saved, key_heads=4),
-        with_meta(saved, key_heads=1),
-        with_meta(saved, key_heads=None),
-        with_meta(saved, version=2),
-        {n: t for n, t in saved.items() if n != "meta"},
-        {n: t for n, t in saved.items() if n != "group1.buffer.cursor"},
-        saved | {"more": saved["meta"]},
-        with_group_1(heads=[3]),
-        with_group_1(heads=[6]),
-        with_group_1(heads=None),
-        with_group_1(heads=[4, 4]),
-        with_group_1(heads="4"),
-        with_group_1(seed=5),
-        with_group_1(layer=5),
-        with_group_1(drafts=5),
-        {},
-        None,
-    ):
-        assert "saved state" in refusal(HeadGroups.restore, wrong)
-    assert "saved state version" in refusal(DecodeState.restore, saved)
-    assert refusal(HeadGroups.restore, begin("fp32@1", s).save()).startswith("saved state version")
 
 
 def rules():
