@@ -19,6 +19,7 @@ from experiments.decode_step.models import Geometry
 from quantlab.kernels.bench_pools import desynchronised_cursors, fill_records, prefill_states
 from quantlab.kernels.bench_timing import Times, captured, quartiles
 from quantlab.models import DecodeGraph
+from quantlab.models.static_cache import clear
 from quantlab.recurrences import StepInputs
 
 STEPS = 16
@@ -49,7 +50,9 @@ class Split:
 def prepare(graph: DecodeGraph, held: int, seed: int = 0) -> None:
     """Sequences in the middle of decoding, ``held`` tokens each: random states, records, keys, values and tokens, and
     cursors spread evenly.  (Experts are chosen by what a token is: the same one everywhere would use few of them.)
+    The capture's warm-up read states that nothing had written; what it left in the convolutions is cleared.
     """
+    clear(graph.cache)
     generator = torch.Generator(graph.device).manual_seed(seed)
     graph.tokens.random_(0, graph.logits.shape[-1], generator=generator)
     for layer in graph.cache.layers:

@@ -57,8 +57,13 @@ def fill_rows(cache: Any, filled: Any, rows: Tensor) -> None:
 
 
 def clear(cache: Any) -> None:
-    """Zeros for keys and values.  A position that a mask leaves out is still multiplied, by 0: it must be finite."""
+    """Zeros for keys, values and the inputs that convolutions hold.  A position that a mask leaves out is still
+    multiplied, by 0: it must be finite.
+    """
     for layer in cache.layers:
+        for conv in getattr(layer, "conv_states", {}).values():
+            if conv is not None:
+                conv.zero_()
         if getattr(layer, "keys", None) is not None:
             layer.keys.zero_()
             layer.values.zero_()

@@ -1,7 +1,10 @@
 """experiments/decode_step without a GPU: what its report makes of records, and its models' geometry."""
 
+import dataclasses
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from experiments.decode_step import report
 from experiments.decode_step.check import cut
@@ -122,3 +125,23 @@ def test_a_cut_model_decodes(name):
     assert _forced(graph, ids).isfinite().all()
     assert set(graph.report.backends) == set(recurrent_layers(model))
     assert graph.report.stores == 1
+
+
+@pytest.mark.parametrize("policy", ["fp32@16", "fp16+sr/nvfp4@16:buffer=bf16"])
+def test_a_prepared_step_reads_nothing_that_was_not_written(policy, tmp_path):
+    """A capture warms up on pools whose memory nobody wrote: here it is all NaN, which the layers pass on."""
+    from experiments.decode_step.split import prepare
+    from quantlab.models import DecodeGraph, build_tiny
+
+    model = AutoModelForCausalLM.from_pretrained(build_tiny("nemotron_h", tmp_path))
+    graph = DecodeGraph(model, policy, 3, 40)
+    for pool in graph.pools.values():
+        for stored in (getattr(pool, field.name) for field in dataclasses.fields(pool)):
+            if isinstance(stored, torch.Tensor) and stored.dtype != torch.int32:
+                stored.view(torch.uint8).fill_(255)
+    graph.replay()
+    assert not graph.logits.isfinite().all()
+    prepare(graph, 8)
+    for _ in range(17):
+        graph.replay()
+    assert graph.logits.isfinite().all()
