@@ -100,6 +100,20 @@ def test_policies_given_are_those_to_choose_from(model, run, tmp_path):
     assert parse_rules(path).text == "fp32@1"
 
 
+@pytest.mark.parametrize("budget", [(), ("--budget", 0.5)], ids=["heads", "budget"])
+def test_built_in_models_have_heads(budget, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    policies = () if budget else ("fp32@16",)
+    status, out, err = run(*policies, "--model", "builtin:tiny-mamba2", *budget)
+    assert status == 0, err
+    assert "A_log and dt_bias of 2 layers in tiny-mamba2" in " ".join(out.split())
+    assert list(tmp_path.glob("quantlab-*")) == []
+    status, out, err = run(*policies, "--model", "builtin:tiny-mamba", *budget)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: model 'builtin:tiny-mamba'")
+    assert "nearest: builtin:tiny-mamba2" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
