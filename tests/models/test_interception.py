@@ -251,6 +251,24 @@ def test_a_cache_from_outside_is_refused(model, ids):
         decode(model, ids[:, 9:], cache, prompt=0)
 
 
+@pytest.mark.parametrize("kind", ["mamba2"], indirect=True)
+def test_a_printed_report_says_what_happened(model, ids):
+    with run_with_policy(model, "fp16/nvfp4@4") as report:
+        assert str(report).splitlines() == [
+            "policy: fp16/nvfp4@4",
+            "no decode step in layers 0-1",
+            "exercised: nothing",
+        ]
+        decode(model, ids)
+    assert str(report).splitlines() == [
+        "policy: fp16/nvfp4@4",
+        "mamba2_chunk_scan: 1 call(s) in layers 0-1",
+        "mamba2_selective_state_update: 37 call(s) in layers 0-1",
+        "exercised: checkpoint 9, read copy 10",
+        f"bytes per token: {report.ledger.bytes_per_token:,.0f}",
+    ]
+
+
 @EACH
 def test_another_model_of_the_same_file_is_left_alone(model, ids):
     other = deepcopy(model)
