@@ -22,7 +22,7 @@ from quantlab.models.fusion import fuse, fused_token
 from quantlab.models.interception import cache_keyword
 from quantlab.models.patching import enter_step
 from quantlab.models.patching import replace as patch
-from quantlab.models.recurrent_layers import op_namespaces, recurrent_layers
+from quantlab.models.recurrent_layers import check_heads, op_namespaces, recurrent_layers
 from quantlab.models.running import RunningLayers
 from quantlab.models.static_cache import (
     capturable_experts,
@@ -101,6 +101,8 @@ class DecodeGraph:
         self._running, self._namespaces = RunningLayers(), op_namespaces(model)
         self._families = {layer: each.family for layer, each in found.items()}
         shapes, filled = self._geometry()
+        for layer, shape in shapes.items():
+            check_heads(layer, found[layer].heads, shape.heads)
         self._shared: dict[int, SlotCounters] = {}
         fitting = f"sequences of {length} tokens that fit into the memory of {self.device}"
         with in_memory("batch", batch, fitting):

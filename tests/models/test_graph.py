@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from quantlab.errors import InputError
 from quantlab.models import DecodeGraph, build_tiny, run_with_policy
+from quantlab.models.recurrent_layers import recurrent_layers
 from quantlab.models.static_cache import grouped_attention
 from quantlab.schemes.store import Diverged
 from tests.models.architectures import ARCHITECTURES, decode
@@ -143,6 +144,17 @@ def test_sequences_that_no_memory_holds(built, batch, length):
         InputError, match=rf"^batch {batch}: expected .* of {length} tokens .* memory of cpu$"
     ):
         DecodeGraph(built("falcon_h1"), "fp32@4", batch, length)
+
+
+def test_a_decay_that_heads_share_is_not_taken_for_one_head(built):
+    model = copy.deepcopy(built("kimi_linear"))
+    mixer = recurrent_layers(model)[1].module
+    (part,) = (part for part in mixer.modules() if hasattr(part, "A_log"))
+    part.A_log = torch.nn.Parameter(part.A_log.detach().flatten()[:1])
+    with pytest.raises(
+        InputError, match=r"^A_log 'of 1 numbers at layer 1': expected one number for each of "
+    ):
+        DecodeGraph(model, "fp32@1", 2, 8)
 
 
 def test_a_fault_that_is_no_matter_of_memory_is_not_called_one(built, monkeypatch):
