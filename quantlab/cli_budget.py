@@ -177,6 +177,9 @@ def _allocation_notes(allocation: "Allocation") -> list[str]:
             f"One policy for all heads within the same budget: {best.policy}, {best.output_error:.3g} at"
             f" {best.bytes_per_token / allocation.baseline_bytes:.4f} of the bytes."
         )
+        # To the digits that are shown; less than a mixture it never has.
+        if f"{best.output_error:.3g}" == f"{allocation.output_error:.3g}":
+            lines.append(f"A mixture gains nothing here: {best.policy} for the whole model is as good.")
     for policy, reasons in zip(allocation.ladder, allocation.refusals, strict=True):
         if reasons:
             told = ", ".join(f"{reason} in {count} head(s)" for reason, count in reasons.items())

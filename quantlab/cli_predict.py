@@ -1,5 +1,6 @@
 """``quantlab predict``: the closed form, for a decay, for a model's heads, or for captured inputs."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,7 +64,7 @@ def predict(
         typer.Option(
             "--model",
             "--config",
-            help="Folder of a Hugging Face model: config.json, and weights if they are there.",
+            help="Folder of a Hugging Face model: config.json, and weights if they are there; or builtin:tiny-mamba2.",
         ),
     ] = None,
     stream: Annotated[
@@ -108,14 +109,18 @@ def predict(
         for name, value in alone.items():
             if value is not None:
                 raise InputError(name, str(value), "no --budget, which is for the heads of a --model")
-        spend(budget, policies, config, gate_spread, output, mixed_windows, as_json)
+        with ExitStack() as stack:
+            folder = _folder(config, stack)
+            spend(budget, policies, folder, gate_spread, output, mixed_windows, as_json)
         return
     for name, value in {"output": output, "mixed_windows": mixed_windows or None}.items():
         if value is not None:
             raise InputError(name, str(value), "--budget beside it")
     if not policies:
         raise InputError("policy", None, "at least one policy text, or --model and --budget")
-    heads = _heads(family, alpha, beta, value_dim, key_dim, config, stream, gate_spread)
+    with ExitStack() as stack:
+        folder = _folder(config, stack)
+        heads = _heads(family, alpha, beta, value_dim, key_dim, folder, stream, gate_spread)
     constant = config is None and stream is None
     found = []
     for parsed in dict.fromkeys(map(parse_policy, policies)):
@@ -136,6 +141,17 @@ def predict(
     print_wrapped(f"Heads: {heads.source}.")
     for line in _notes(heads, found, constant):
         print_wrapped(line)
+
+
+def _folder(model: Path | None, stack: ExitStack) -> Path | None:
+    """What --model names; a built-in one is there until ``stack`` closes."""
+    if not str(model).startswith("builtin:"):  # any other needs no weights here, unlike in an evaluation
+        return model
+    from quantlab.evals.run import model_folder
+    from quantlab.models.texts import quiet_transformers
+
+    quiet_transformers()
+    return model_folder(str(model), stack)
 
 
 def _heads(

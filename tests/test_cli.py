@@ -63,11 +63,10 @@ def test_verbs_have_help_with_an_example():
     assert "Example: quantlab drift" in shown.stdout
 
 
-def test_drift_prints_one_object_a_policy():
+def test_drift_prints_one_object_a_policy(printed):
     arguments = "drift --family gated_delta --alpha 0.99 --steps 64 --heads 2 --seed 0 --json"
-    done = quantlab(*f"{arguments} --policy fp32/nvfp4@16 --policy nvfp4@1".split())
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    output = printed(*f"{arguments} --policy fp32/nvfp4@16 --policy nvfp4@1".split())
+    rows = [json.loads(line) for line in output.splitlines()]
     assert [row["policy"] for row in rows] == ["fp32/nvfp4@16", "nvfp4@1"]
     promised = "policy status state_error read_error output_error growth_exponent growth_ci"
     promised += " predicted_output_error exercised bits_per_value bytes_per_token"
@@ -227,11 +226,11 @@ def test_termination_says_how_to_resume_and_leaves_whole_records(tmp_path):
     assert not list(tmp_path.glob("out/records/.*"))
 
 
-def test_a_drift_with_turns_has_no_prediction_and_says_so_once():
-    done = quantlab("drift", "--turn", "8", "--steps", "16", "--heads", "1", "-p", "int8@1", "-p", "int8@4")
-    assert done.stdout.splitlines()[-1] == "No prediction, no growth: there is none with --turn."
-    assert "nan" not in done.stdout
-    assert done.stdout.count("prediction") == 1
+def test_a_drift_with_turns_has_no_prediction_and_says_so_once(printed):
+    output = printed(*"drift --turn 8 --steps 16 --heads 1 -p int8@1 -p int8@4".split())
+    assert output.splitlines()[-1] == "No prediction, no growth: there is none with --turn."
+    assert "nan" not in output
+    assert output.count("prediction") == 1
 
 
 @pytest.mark.parametrize(("heads", "said"), [(7, True), (8, False)])

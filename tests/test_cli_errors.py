@@ -135,7 +135,13 @@ def command(*arguments):
     return [sys.executable, "-m", "quantlab.cli", *map(str, arguments)]
 
 
-@pytest.mark.parametrize("arguments", [["formats"], ["formats", "--json"], ["claims", "evidence", "--list"]])
+# One ``except`` of cli.main ends them all, so that one process is enough in the fast tier; test_cli.py fills the
+# output of ``formats``.
+SLOW_LIST = pytest.param(["claims", "evidence", "--list"], marks=pytest.mark.slow)
+SLOW_JSON = pytest.param(["formats", "--json"], marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("arguments", [["formats"], SLOW_JSON, SLOW_LIST])
 def test_a_reader_that_leaves_ends_the_command_without_a_word(arguments):
     reader, writer = os.pipe()
     os.close(reader)
@@ -147,9 +153,7 @@ def test_a_reader_that_leaves_ends_the_command_without_a_word(arguments):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize(
-    "arguments", [["formats", "--json"], ["--version"], ["claims", "evidence", "--list"]]
-)
+@pytest.mark.parametrize("arguments", [SLOW_JSON, ["--version"], SLOW_LIST])
 def test_a_full_standard_output_is_one_line(arguments):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -158,7 +162,8 @@ def test_a_full_standard_output_is_one_line(arguments):
     assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+# A sweep is sent SIGTERM in the fast tier (test_cli.py).
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_drift_that_is_ended_leaves_nothing_half_written(number, tmp_path):
     arguments = "drift --alpha 0.9 --steps 2000000 --heads 2 -p int8@4 --workers 2 --output".split()
     process = subprocess.Popen(

@@ -90,6 +90,16 @@ def test_the_table_names_every_layer_the_bytes_and_the_one_policy(model, run):
     assert "A_log and dt_bias of 2 layers" in out
 
 
+def test_one_policy_that_is_as_good_is_named(model, run):
+    """All the bytes there are buy the widest policy everywhere; few of them buy different ones."""
+    said = "A mixture gains nothing here: fp32@16:buffer=bf16 for the whole model is as good."
+    for budget, expected in ((1.0, True), (0.15, False)):
+        status, out, _ = run("--model", model, "--budget", budget)
+        assert status == 0
+        assert (said in out.splitlines()) == expected
+        assert ("gains nothing" in out) == expected
+
+
 def test_policies_given_are_those_to_choose_from(model, run, tmp_path):
     path = tmp_path / "rules.toml"
     status, _, _ = run("fp32@16", "int8@16", "--model", model, "--budget", 0.4, "-o", path)
@@ -98,6 +108,20 @@ def test_policies_given_are_those_to_choose_from(model, run, tmp_path):
     status, _, _ = run("fp32@1", "int8@16", "--model", model, "--budget", 1, "--mixed-windows", "-o", path)
     assert status == 0
     assert parse_rules(path).text == "fp32@1"
+
+
+@pytest.mark.parametrize("budget", [(), ("--budget", 0.5)], ids=["heads", "budget"])
+def test_built_in_models_have_heads(budget, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    policies = () if budget else ("fp32@16",)
+    status, out, err = run(*policies, "--model", "builtin:tiny-mamba2", *budget)
+    assert status == 0, err
+    assert "A_log and dt_bias of 2 layers in tiny-mamba2" in " ".join(out.split())
+    assert list(tmp_path.glob("quantlab-*")) == []
+    status, out, err = run(*policies, "--model", "builtin:tiny-mamba", *budget)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: model 'builtin:tiny-mamba'")
+    assert "nearest: builtin:tiny-mamba2" in err
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_links_are_committed_as_links(name):
     assert listed.startswith("120000 "), f"git does not hold quantlab/{name} as a link: {listed!r}"
 
 
+@pytest.mark.slow  # the rules that it follows from are above: no __init__.py, links, and ruff's ban below
 def test_transformers_works_from_the_root_beside_a_package_called_kernels(tmp_path):
     # transformers imports names from Hugging Face's kernels package if its version fits; a regular package
     # kernels/ in the root would be found first and lack them (Python puts the current folder in front).

@@ -1,4 +1,8 @@
-"""What a model must be for its decode state to be held under a policy."""
+"""What a model must be for its decode state to be held under a policy, and whether memory holds the states."""
+
+import contextlib
+import re
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -24,3 +28,15 @@ def check_model(value: object) -> None:
     if absent:
         found = f"{type(value).__name__} with {len(absent)} weights on the meta device ({absent[0]})"
         raise InputError("model", found, "loaded weights: from_pretrained, or to_empty and load_state_dict")
+
+
+@contextlib.contextmanager
+def in_memory(argument: str, value: object, expected: str) -> Iterator[None]:
+    """InputError of these where what is allocated inside does not fit."""
+    try:
+        yield
+    except (RuntimeError, OverflowError, TypeError) as error:
+        # An allocator in vain, or a size that torch has no integer for; whatever else is no matter of memory.
+        if not re.search("allocat|out of memory|overflow|too big", str(error), re.IGNORECASE):
+            raise
+        raise InputError(argument, value, expected) from error

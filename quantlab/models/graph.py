@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from quantlab.errors import InputError
-from quantlab.models.checks import check_model
+from quantlab.models.checks import check_model, in_memory
 from quantlab.models.families import Family, mamba2
 from quantlab.models.forwards import check_count, check_tokens
 from quantlab.models.fusion import fuse, fused_token
 from quantlab.models.interception import cache_keyword
 from quantlab.models.patching import enter_step
 from quantlab.models.patching import replace as patch
-from quantlab.models.recurrent_layers import op_namespaces, recurrent_layers
+from quantlab.models.recurrent_layers import check_heads, op_namespaces, recurrent_layers
 from quantlab.models.running import RunningLayers
 from quantlab.models.static_cache import (
     capturable_experts,
@@ -72,8 +72,9 @@ class DecodeGraph:
 
     Raises InputError for a model that ``run_with_policy`` would refuse, for a policy that pools have no layout for and,
     on a GPU, one that no kernel serves, for Mamba-1, whose states pools do not hold, for a length or a batch that is no
-    positive integer, inside of a block of the same model, and while another thread is inside of one or of a step on the
-    CPU.  Where an exception ended a prefill or a step, the sequences are lost.
+    positive integer or that no memory holds, inside of a block of the same model, and while another thread is inside of
+    one or of a step on the CPU; when it is copied or pickled.  Where an exception ended a prefill or a step, the
+    sequences are lost.
     """
 
     def __init__(
@@ -100,12 +101,17 @@ class DecodeGraph:
         self._running, self._namespaces = RunningLayers(), op_namespaces(model)
         self._families = {layer: each.family for layer, each in found.items()}
         shapes, filled = self._geometry()
+        for layer, shape in shapes.items():
+            check_heads(layer, found[layer].heads, shape.heads)
         self._shared: dict[int, SlotCounters] = {}
-        self.pools = {layer: self._pool(layer, shape, seed) for layer, shape in shapes.items()}
+        fitting = f"sequences of {length} tokens that fit into the memory of {self.device}"
+        with in_memory("batch", batch, fitting):
+            self.pools = {layer: self._pool(layer, shape, seed) for layer, shape in shapes.items()}
         self._serving = {layer: self._backends(pool) for layer, pool in self.pools.items()}
-        self.cache: Any = static_cache(model.config, filled, batch, length)
-        self.slots = torch.arange(batch, dtype=torch.int32, device=self.device)
-        self.tokens = torch.zeros((batch, 1), dtype=torch.long, device=self.device)
+        with in_memory("batch", batch, fitting):
+            self.cache: Any = static_cache(model.config, filled, batch, length)
+            self.slots = torch.arange(batch, dtype=torch.int32, device=self.device)
+            self.tokens = torch.zeros((batch, 1), dtype=torch.long, device=self.device)
         self._positions = torch.zeros((1, 1), dtype=torch.long, device=self.device)
         self._plans: dict[int, Any] = {}
         self._skips: dict[int, tuple[Tensor, Tensor]] = {}
@@ -116,6 +122,12 @@ class DecodeGraph:
         if self.device.type == "cuda":
             self._capture()
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Of copies and pickles: a captured step is of the memory that it was captured in."""
+        raise InputError(
+            "DecodeGraph", self.rules.text, "no copy and no pickle of it: make another DecodeGraph"
+        )
+
     @torch.no_grad()
     def prefill(self, ids: Tensor, *, at_once: int = PROMPTS_AT_ONCE) -> Tensor:
         """New sequences from ids (batch, n), n below ``length``.  Returns the last tokens' logits (batch, vocabulary).
@@ -123,10 +135,7 @@ class DecodeGraph:
         The model reads ``at_once`` rows at a time by its own ops; the state that it is left with is rounded once into
         every stored copy.
         """
-        if not isinstance(ids, Tensor):
-            raise InputError("ids", type(ids).__name__, f"a tensor ({self.batch}, n)")
-        if ids.ndim != 2 or ids.shape[0] != self.batch or not 0 < ids.shape[1] < self.length:
-            raise InputError("ids", tuple(ids.shape), f"({self.batch}, n) with n from 1 to {self.length - 1}")
+        self._check_prompts(ids)
         check_count("at_once", at_once)
         self._check_places()
         ids, logits = check_tokens(self._model, ids, 1, "a prompt"), []
@@ -146,6 +155,12 @@ class DecodeGraph:
                 self.load_states(pool, self.slots[rows], dense)
         self.resume(ids.shape[1])
         return torch.cat(logits)
+
+    def _check_prompts(self, ids: Tensor) -> None:
+        if not isinstance(ids, Tensor):
+            raise InputError("ids", type(ids).__name__, f"a tensor ({self.batch}, n)")
+        if ids.ndim != 2 or ids.shape[0] != self.batch or not 0 < ids.shape[1] < self.length:
+            raise InputError("ids", tuple(ids.shape), f"({self.batch}, n) with n from 1 to {self.length - 1}")
 
     def load_states(self, pool: LayerPool, slots: Tensor, dense: Tensor) -> None:
         """Hand unrounded states (n, heads, value_dim, key_dim) to slots of one of ``pools``."""
@@ -191,8 +206,18 @@ class DecodeGraph:
             self._graph.replay()
 
     def generate(self, ids: Tensor, count: int) -> Tensor:
-        """The greedy continuation (batch, count) of prompts (batch, n).  Raises Diverged once logits are not finite."""
+        """The greedy continuation (batch, count) of prompts (batch, n).
+
+        It does not stop at an end-of-sequence token: every row gets ``count`` tokens.  The last of them is not read, so
+        that n + count - 1 may be ``length``; InputError beyond it, before anything is read.  Raises Diverged once
+        logits are not finite.
+        """
         check_count("count", count)
+        self._check_prompts(ids)
+        most = self.length + 1 - ids.shape[1]
+        if count > most:
+            expected = f"at most {most}: prompts of {ids.shape[1]} tokens in a length of {self.length}"
+            raise InputError("count", count, expected)
         logits, found = self.prefill(ids), []
         for number in range(count):
             if number % CHECKED_EVERY == 0 or number == count - 1:

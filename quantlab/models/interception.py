@@ -31,7 +31,7 @@ from quantlab.models.families import Family
 from quantlab.models.families.base import refuse_packed
 from quantlab.models.handles import Holding, Prefill, check_drafts, holding_of
 from quantlab.models.patching import enter, replace
-from quantlab.models.recurrent_layers import op_namespaces, recurrent_layers
+from quantlab.models.recurrent_layers import check_heads, op_namespaces, recurrent_layers
 from quantlab.models.report import PolicyReport
 from quantlab.models.running import Running, RunningLayers
 from quantlab.recurrences import StepInputs
@@ -62,8 +62,8 @@ def run_with_policy(
 
     Raises InputError for a model without recurrent layers or with layers that no adapter serves, for a compiled one
     and one without its weights, for rules about layers or heads that it does not have, inside another such block, for a
-    cache that was filled outside, and, on a clean exit, unless every decode step went through the policy in every
-    recurrent layer.
+    cache that was filled outside, for a layer whose decays are not one for each head of its state, and, on a clean
+    exit, unless every decode step went through the policy in every recurrent layer.
     """
     interception = Interception(model, policy, seed=seed, drafts=drafts)
     if sequence_ids is not None:
@@ -327,6 +327,7 @@ class Interception:
         if self.observer is not None:
             self.observer.started(prefill, initial)
         batch, heads, value_dim, key_dim = initial.shape
+        check_heads(prefill.layer, self.report.layers[prefill.layer], heads)
         ids = self.sequence_ids
         if ids is not None and len(ids) != batch:
             raise InputError(

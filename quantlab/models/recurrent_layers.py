@@ -53,6 +53,13 @@ def recurrent_layers(model: nn.Module) -> dict[int, RecurrentLayer]:
     return found
 
 
+def check_heads(layer: int, decays: int, heads: int) -> None:
+    """InputError unless a layer has as many ``decays``, which its ``heads`` were counted by, as its state has heads."""
+    if decays != heads:
+        expected = f"one number for each of the {heads} heads of the layer's state"
+        raise InputError("A_log", f"of {decays} numbers at layer {layer}", expected)
+
+
 def op_namespaces(model: nn.Module) -> list[tuple[ModuleType, Family]]:
     """(module, family) for every module file of the model that defines a family's step op.
 

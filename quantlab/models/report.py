@@ -105,6 +105,26 @@ class PolicyReport:
         """
         return add_ledgers(self._ledgers.values())
 
+    def __str__(self) -> str:
+        """Policy, calls of each op in each layer, exercised counts and bytes; ``as_dict`` has everything."""
+        counts = ", ".join(
+            f"{part.replace('_', ' ')} {count}" for part, count in self.exercised.items() if count is not None
+        )
+        lines = [f"policy: {self.policy}"]
+        for op, calls in self.op_hits.items():
+            by_count: dict[int, list[int]] = {}
+            for layer, count in calls.items():
+                by_count.setdefault(count, []).append(int(layer))
+            told = (f"{count} call(s) in layers {number_text(layers)}" for count, layers in by_count.items())
+            lines.append(f"{op}: {', '.join(told)}")
+        silent = [layer for layer, count in self.decode_hits.items() if not count]
+        if silent:
+            lines.append(f"no decode step in layers {number_text(silent)}")
+        lines.append(f"exercised: {counts or 'nothing'}")
+        if self._ledgers:
+            lines.append(f"bytes per token: {self.ledger.bytes_per_token:,.0f}")
+        return "\n".join(lines)
+
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for a record or a results file."""
         ledger = self.ledger

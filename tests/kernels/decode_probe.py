@@ -1,10 +1,4 @@
-"""Decode every byte under every E4M3 scale with the kernels' helpers: decode_probe.py DEVICE OUTPUT.npy
-
-A script, because Triton chooses between interpreter and compiler once per process.  Writes float32
-(byte position in the word, nibble, byte, scale byte).
-"""
-
-import sys
+"""Decode every byte under every E4M3 scale with the kernels' helpers."""
 
 import numpy
 import torch
@@ -23,7 +17,8 @@ def probe_kernel(words, scales, output, POSITION: tl.constexpr, UNIT_ROOT: tl.co
     tl.store(output + byte[:, None] * 256 + byte[None, :], product)
 
 
-def main(device: str, path: str) -> None:
+def every_byte(device: str) -> numpy.ndarray:
+    """float32 (byte position in the word, nibble, byte, scale byte)."""
     scales = torch.arange(256, dtype=torch.uint8, device=device)
     output = torch.full((4, 2, 256, 256), float("nan"), device=device)
     for place in range(4):
@@ -43,8 +38,4 @@ def main(device: str, path: str) -> None:
                 UNIT_ROOT=2.0**63,
                 **target.LAUNCH_OPTIONS,
             )
-    numpy.save(path, output.cpu().numpy())
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return output.cpu().numpy()

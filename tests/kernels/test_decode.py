@@ -1,14 +1,10 @@
 """The kernels' decode helpers against the formats' definitions, exhaustively and to the bit."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from quantlab.testing import in_triton_process
+from tests.kernels.decode_probe import every_byte
 
 
 def e2m1_value(code: int) -> float:
@@ -26,18 +22,9 @@ def e4m3_value(byte: int) -> float:
 
 
 @pytest.mark.parametrize("implementation", ["interpreter", "cuda"], indirect=True)
-def test_every_byte_under_every_scale(implementation, tmp_path):
-    interpret, device = ("1", "cpu") if implementation == "interpreter" else ("0", "cuda")
-    environment = os.environ | {"TRITON_INTERPRET": interpret, "PYTHONPATH": str(ROOT)}
-    probe = [
-        sys.executable,
-        str(Path(__file__).with_name("decode_probe.py")),
-        device,
-        str(tmp_path / "decoded.npy"),
-    ]
-    subprocess.run(probe, env=environment, check=True, cwd=ROOT)
-    decoded = numpy.load(tmp_path / "decoded.npy")
-
+def test_every_byte_under_every_scale(implementation):
+    interpreted = implementation == "interpreter"
+    decoded = in_triton_process(every_byte, "cpu", interpret=True) if interpreted else every_byte("cuda")
     scales = numpy.array([e4m3_value(byte) for byte in range(256)])
     for nibble in range(2):
         codes = numpy.array([e2m1_value(byte >> 4 * nibble & 15) for byte in range(256)])

@@ -9,7 +9,7 @@ import torch
 from quantlab.errors import InputError
 from quantlab.formats import parse
 from quantlab.formats.storage import Encoded
-from quantlab.formats.table import ELEMENTS, FORMATS
+from quantlab.formats.table import ELEMENTS, FORMATS, Element, Overflow
 from quantlab.kernels import formats, random
 from quantlab.testing import in_triton_process
 from quantlab.testing.formats import (
@@ -25,14 +25,32 @@ from quantlab.testing.formats import (
 PHILOX = Path(__file__).resolve().parents[1] / "data/golden/philox.json"
 
 
-@pytest.mark.parametrize("name", ELEMENT_CASES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
+# What the interpreter has in the slow tier: each value of each choice is in another case, and in the fast tier.
+SLOW_ELEMENTS = {"e5m2_overflow_infinity", "fp16_saturate", "bf16_saturate"}
+SLOW_FORMATS = {
+    *("nvfp4:row", "nvfp4+sr", "nvfp4+rz", "nvfp4+floor.0", "int8:row+scale.recip", "int8:block32+sr"),
+    *("int4:row+sr8", "fp8:tile32+rz"),
+}
+
+
+def jobs(cases, slow):
+    return [
+        pytest.param(i, case, marks=pytest.mark.slow if i == "interpreter" and case in slow else ())
+        for i in IMPLEMENTATIONS
+        for case in cases
+    ]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "name"), jobs(ELEMENT_CASES, SLOW_ELEMENTS), indirect=["implementation"]
+)
 def test_an_element(implementation, name):
     check_element(name, implementation)
 
 
-@pytest.mark.parametrize("text", FORMAT_CASES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
+@pytest.mark.parametrize(
+    ("implementation", "text"), jobs(FORMAT_CASES, SLOW_FORMATS), indirect=["implementation"]
+)
 def test_a_format(implementation, text):
     check_format(text, implementation)
 
@@ -55,9 +73,14 @@ def test_known_answers_of_philox(implementation):
         assert torch.equal(philox_4x32(counter, key, vector["rounds"], implementation), expected)
 
 
-def test_the_suite_covers_the_table():
-    assert set(ELEMENTS) - {"fp32", "fp64"} <= set(ELEMENT_CASES)
-    cases = [parse(text) for text in FORMAT_CASES]
+@pytest.mark.parametrize("slow", [(), (*SLOW_ELEMENTS, *SLOW_FORMATS)], ids=["whole", "fast"])
+def test_the_suite_covers_the_table(slow):
+    assert set(slow) <= {*ELEMENT_CASES, *FORMAT_CASES}
+    elements = {name: element for name, element in ELEMENT_CASES.items() if name not in slow}
+    assert set(ELEMENTS) - {"fp32", "fp64"} <= set(elements)
+    overflows = {element.overflow for element in elements.values() if isinstance(element, Element)}
+    assert overflows == set(Overflow)
+    cases = [parse(text) for text in FORMAT_CASES if text not in slow]
     scaled = {row.name for row in FORMATS.values() if row.scaling.value != "none"}
     assert scaled <= {case.name for case in cases}
     for choice in ("granularities", "scales"):

@@ -1,5 +1,6 @@
 """Teacher-forced decode of the tiny models, and what a test may call the same."""
 
+import pytest
 import torch
 from transformers import DynamicCache
 
@@ -10,6 +11,11 @@ from quantlab.models.interception import cache_keyword
 # relative 2^-24 * sqrt(64) = 5e-7 in the worst case, on 8: 4e-6 a layer; replay over a window re-associates
 # once more.  Both layers and both effects: 2e-5.
 SAME = 2e-5
+
+EACH = pytest.mark.parametrize(
+    "kind", ["mamba2", pytest.param("gated_delta", marks=pytest.mark.slow)], indirect=True
+)
+"""For what does not look at the family: one in the fast tier."""
 
 
 def new_cache(model):

@@ -11,7 +11,7 @@ from quantlab.models import run_with_policy
 from quantlab.models.handles import holding_of
 from quantlab.models.interception import Interception, decode_states
 
-from .decoding import SAME, forward, new_cache, step_by_step
+from .decoding import EACH, SAME, forward, new_cache, step_by_step
 
 
 def test_a_chunk_of_a_prompt_is_one_store_more(model, ids):
@@ -45,6 +45,7 @@ def test_rounding_at_a_chunk_boundary_is_the_checkpoints_own(model, ids):
     assert 0 < difference[0] < 2 * 2**-8
 
 
+@EACH
 def test_a_reset_cache_starts_over_and_lets_its_states_go(model, ids):
     interception = Interception(model, "int8@4")
 

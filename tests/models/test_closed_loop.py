@@ -12,14 +12,11 @@ from quantlab.errors import InputError
 from quantlab.models import closed_loop, run_with_policy
 from quantlab.models.agreement import MARGIN_EDGES, agreement_by_margin, compare, divergence
 from quantlab.models.forwards import CachedForward
-from tests.models.decoding import SAME
+from tests.models.decoding import EACH, SAME
 
 PROMPT, STEPS = 9, 12
 POLICIES = ("fp32@1", "fp32@16", "nvfp4@4")
 ONE = pytest.mark.parametrize("kind", ["mamba2"], indirect=True)
-EACH = pytest.mark.parametrize(
-    "kind", ["mamba2", pytest.param("gated_delta", marks=pytest.mark.slow)], indirect=True
-)
 
 
 @torch.no_grad()

@@ -208,6 +208,22 @@ def test_a_model_whose_mixers_cannot_be_told_says_by_what(third_party):
         recurrent_layers(model)
 
 
+@pytest.mark.parametrize("policy", ["fp32@1", "rules"])
+def test_a_decay_that_heads_share_is_not_taken_for_one_head(third_party, policy, tmp_path):
+    """Whose coverage and rules by head would be of heads that the state does not have."""
+    if policy == "rules":
+        policy = tmp_path / "rules.toml"
+        policy.write_text('default = "fp32@1"\n[[rule]]\nheads = 0\npolicy = "nvfp4@1"\n')
+    model = third_party.Model()
+    model.layers[1].A_log = torch.nn.Parameter(torch.full((1,), -3.0))
+    tokens = numbers(0, 2, 20, 8)
+    said = (
+        r"^A_log 'of 1 numbers at layer 1': expected one number for each of the 2 heads of the layer's state$"
+    )
+    with pytest.raises(InputError, match=said), torch.no_grad(), run_with_policy(model, policy):
+        third_party_outputs(third_party, model, tokens)
+
+
 def test_a_family_that_takes_known_ops_or_lacks_rates_is_refused(monkeypatch):
     monkeypatch.setattr(families, "FAMILIES", list(FAMILIES))
     known = FAMILIES[0]

@@ -11,6 +11,8 @@ import transformers.cache_utils as cache_utils
 from quantlab.errors import InputError
 from quantlab.models import run_with_policy
 
+from .decoding import EACH
+
 GREEDY = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
 
 
@@ -124,6 +126,7 @@ def test_a_block_in_another_thread_is_refused_and_leaves_no_trace(model, ids):
     assert globals_of(model) == before
 
 
+@EACH
 def test_threads_inside_one_block_keep_their_layers_apart(model, ids):
     stock, found = model.generate(ids[:2, :9], **GREEDY), {}
 

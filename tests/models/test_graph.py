@@ -1,5 +1,7 @@
 """``DecodeGraph``: on a CPU its step run eagerly by the kernels' twins, and what it refuses; on a GPU the graph."""
 
+import copy
+import pickle
 import threading
 from typing import Any
 
@@ -9,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from quantlab.errors import InputError
 from quantlab.models import DecodeGraph, build_tiny, run_with_policy
+from quantlab.models.recurrent_layers import recurrent_layers
 from quantlab.models.static_cache import grouped_attention
 from quantlab.schemes.store import Diverged
 from tests.models.architectures import ARCHITECTURES, decode
@@ -119,6 +122,55 @@ def test_generate_is_greedy(built):
     found = graph.generate(ids, 9)
     logits = forced(graph, torch.cat([ids, found[:, :-1]], 1))
     assert torch.equal(found, logits.argmax(-1))
+
+
+def test_generate_looks_at_the_length_before_it_reads(built, monkeypatch):
+    """The last token is chosen and not read: 20 positions hold a prompt of 5 and 15 tokens, and give 16."""
+    model, ids = built("falcon_h1"), tokens(count=PROMPT)
+    graph = DecodeGraph(model, "fp32@4", 3, 20)
+    assert graph.generate(ids, 16).shape == (3, 16)
+    monkeypatch.setattr(graph, "prefill", None)
+    with pytest.raises(InputError, match=r"^count 17: expected at most 16: .* 5 tokens in a length of 20$"):
+        graph.generate(ids, 17)
+    with pytest.raises(InputError, match=r"^ids \(2, 5\)"):
+        graph.generate(ids[:2], 3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length"), [(10**12, 8), (2**62, 8), (10**30, 8), (2, 10**15), (2, 10**30)]
+)
+def test_sequences_that_no_memory_holds(built, batch, length):
+    with pytest.raises(
+        InputError, match=rf"^batch {batch}: expected .* of {length} tokens .* memory of cpu$"
+    ):
+        DecodeGraph(built("falcon_h1"), "fp32@4", batch, length)
+
+
+def test_a_decay_that_heads_share_is_not_taken_for_one_head(built):
+    model = copy.deepcopy(built("kimi_linear"))
+    mixer = recurrent_layers(model)[1].module
+    (part,) = (part for part in mixer.modules() if hasattr(part, "A_log"))
+    part.A_log = torch.nn.Parameter(part.A_log.detach().flatten()[:1])
+    with pytest.raises(
+        InputError, match=r"^A_log 'of 1 numbers at layer 1': expected one number for each of "
+    ):
+        DecodeGraph(model, "fp32@1", 2, 8)
+
+
+def test_a_fault_that_is_no_matter_of_memory_is_not_called_one(built, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("quantlab.models.graph.static_cache", fails)
+    with pytest.raises(RuntimeError, match=r"^a bug$"):
+        DecodeGraph(built("falcon_h1"), "fp32@4", 2, 8)
+
+
+@pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_and_pickles_are_refused(built, copies):
+    graph = DecodeGraph(built("falcon_h1"), "fp32@4", 2, 8)
+    with pytest.raises(InputError, match=r"^DecodeGraph 'fp32@4': .*make another DecodeGraph$"):
+        copies(graph)
 
 
 def test_nothing_of_the_model_is_left_changed(built):

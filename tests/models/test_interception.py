@@ -16,6 +16,8 @@ from quantlab.models.families import FAMILIES
 from quantlab.models.interception import cache_keyword, decode_states, reset_rows, select_rows
 from quantlab.schemes import DecodeState
 
+from .decoding import EACH
+
 PROMPT = 7
 # Logits are of order 8 and pass through two recurrent layers.  Both sides compute in float32 and differ in
 # the order of sums only: state sums of 32 to 44 terms and matrix products of 32 to 64 terms, each a
@@ -176,6 +178,7 @@ def test_forked_rows_decode_as_if_they_had_never_shared_a_batch(model, ids, poli
     assert_rows_agree(forked, alone)
 
 
+@EACH
 @pytest.mark.parametrize(
     ("method", "argument", "rows"),
     [
@@ -194,6 +197,7 @@ def test_cache_batch_methods_move_the_states(model, ids, method, argument, rows)
     assert_rows_agree(moved, alone)
 
 
+@EACH
 def test_a_copied_cache_is_a_fork(model, ids):
     with run_with_policy(model, "int8@4"):
         cache = DynamicCache(config=model.config)
@@ -247,6 +251,25 @@ def test_a_cache_from_outside_is_refused(model, ids):
         decode(model, ids[:, 9:], cache, prompt=0)
 
 
+@pytest.mark.parametrize("kind", ["mamba2"], indirect=True)
+def test_a_printed_report_says_what_happened(model, ids):
+    with run_with_policy(model, "fp16/nvfp4@4") as report:
+        assert str(report).splitlines() == [
+            "policy: fp16/nvfp4@4",
+            "no decode step in layers 0-1",
+            "exercised: nothing",
+        ]
+        decode(model, ids)
+    assert str(report).splitlines() == [
+        "policy: fp16/nvfp4@4",
+        "mamba2_chunk_scan: 1 call(s) in layers 0-1",
+        "mamba2_selective_state_update: 37 call(s) in layers 0-1",
+        "exercised: checkpoint 9, read copy 10",
+        f"bytes per token: {report.ledger.bytes_per_token:,.0f}",
+    ]
+
+
+@EACH
 def test_another_model_of_the_same_file_is_left_alone(model, ids):
     other = deepcopy(model)
     stock = decode(other, ids)

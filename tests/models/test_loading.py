@@ -12,6 +12,7 @@ import torch
 from quantlab.errors import InputError
 from quantlab.models import load, run_with_policy
 
+from .decoding import EACH
 from .test_generate import GREEDY, globals_of
 
 
@@ -39,6 +40,7 @@ def test_a_loaded_model_is_one_inside_a_block(model, ids):
     assert loaded.quantlab_report.op_hits == hits
 
 
+@EACH
 def test_a_model_that_is_gone_has_left_its_block(model, ids):
     before = globals_of(model)
     loaded = load(model.name_or_path, "nvfp4@1")
@@ -71,6 +73,7 @@ def test_what_cannot_be_loaded_is_one_line(model, tmp_path):
     assert globals_of(model) == before
 
 
+@EACH
 def test_copies_of_a_loaded_model_are_plain_models(model, ids):
     prompt = ids[:2, :9]
     stock = model.generate(prompt, **GREEDY)

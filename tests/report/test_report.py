@@ -323,6 +323,7 @@ def test_overview_figure(tmp_path, fake_records):
         drift_overview([], tmp_path / "o.svg")
 
 
+@pytest.mark.slow  # tests/test_layering.py imports every module of the report in the fast tier
 def test_report_imports_no_torch():
     script = "import sys, quantlab.report, quantlab.statistics.paired; assert 'torch' not in sys.modules"
     subprocess.run(

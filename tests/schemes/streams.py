@@ -1,5 +1,8 @@
 """Small streams, and the ways to run them, that the tests of decode states share."""
 
+import copy
+import functools
+
 import torch
 
 from quantlab.drift import synthetic_stream
@@ -17,7 +20,17 @@ def stream(family, **changes):
         "key_dim": 32,
         "seed": 5,
     }
-    return synthetic_stream(family, preset="realistic", **(shape | changes))
+    return made(family, **(shape | changes))
+
+
+def made(family, **options):
+    """A realistic stream of its own for each caller; made once, as its prefill takes longer than most tests do."""
+    return copy.deepcopy(_made(family, tuple(sorted(options.items()))))
+
+
+@functools.cache
+def _made(family, options):
+    return synthetic_stream(family, preset="realistic", **dict(options))
 
 
 def begin(policy, s, rows=None, **changes):

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from quantlab.drift import synthetic_stream
 from quantlab.errors import InputError
 from quantlab.schemes import parse_policy, start
 from quantlab.schemes.dual_read import dual_read
 from quantlab.schemes.kernel_read import dual_read_arguments, read_op
+from tests.schemes.streams import made
 
 
 @pytest.mark.parametrize("flush", ["full", "early"])
@@ -15,7 +15,7 @@ from quantlab.schemes.kernel_read import dual_read_arguments, read_op
 def test_the_op_is_the_read_of_the_state(value_dim, flush):
     """Every step of three windows, rows at different cursors; ``flush_read=copy`` makes flush steps reads too."""
     shape = {"heads": 4, "key_heads": 2, "sequences": 3, "value_dim": value_dim, "key_dim": 64}
-    s = synthetic_stream("mamba2", preset="realistic", steps=24, seed=6, **shape)
+    s = made("mamba2", steps=24, seed=6, **shape)
     state = start(f"fp16/nvfp4@8:flush_read=copy:flush={flush}", "mamba2", s.initial, key_heads=2)
     cursors = set()
     for t in range(s.steps):

@@ -6,10 +6,10 @@ Rows of one batch stand at every cursor and accept every count, so that one veri
 import pytest
 import torch
 
-from quantlab.drift import synthetic_stream
 from quantlab.recurrences import RECURRENCES
 from quantlab.schemes import DecodeState, SlotPool, StateShape, parse_policy, start
 from quantlab.schemes.ledger import uses_raw
+from tests.schemes.streams import made
 
 FAMILIES = sorted(RECURRENCES)
 LENGTHS = range(2, 9)
@@ -40,9 +40,7 @@ READ_MARKS = ("unread", "read_stores")
 
 def stream(family, rows, steps):
     """Every row has the same tokens, so that rows differ in what is asked of them alone."""
-    s = synthetic_stream(
-        family, preset="realistic", heads=2, key_heads=1, steps=steps, value_dim=4, key_dim=16, seed=5
-    )
+    s = made(family, heads=2, key_heads=1, steps=steps, value_dim=4, key_dim=16, seed=5)
     return s, torch.zeros(rows, dtype=torch.int64)
 
 

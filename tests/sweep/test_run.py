@@ -189,7 +189,7 @@ def session_is_empty(process):
 
 @pytest.mark.parametrize("name", ["SIGKILL", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_resume_after_the_sweep_was_stopped_in_the_middle(tmp_path, study, name):
-    blocks = [[f"slow{j}" for j in range(8)], [f"slow{j}" for j in range(8, 16)]]
+    blocks = [[f"slow{j}" for j in range(6)], [f"slow{j}" for j in range(6, 12)]]
     spec = study(*blocks)
     process = start_sweep(tmp_path, spec)
     if name == "SIGKILL":
@@ -200,12 +200,12 @@ def test_resume_after_the_sweep_was_stopped_in_the_middle(tmp_path, study, name)
     assert session_is_empty(process)
     folder = tmp_path / "out" / "records"
     done = records.load_records(folder)  # every file there is a whole record
-    assert 0 < len(done) < 16
+    assert 0 < len(done) < 12
     if name == "SIGINT":
         assert "points are stored; the same command resumes" in errors
         assert not list(folder.glob(".*"))
     before = {path.name: path.read_bytes() for path in folder.glob("*.json")}
     summary = run_sweep(spec, tmp_path / "out", workers=2)
-    assert (summary.found, summary.ran) == (len(done), 16 - len(done))
+    assert (summary.found, summary.ran) == (len(done), 12 - len(done))
     assert {name: (folder / name).read_bytes() for name in before} == before
-    assert len(list(folder.iterdir())) == 16
+    assert len(list(folder.iterdir())) == 12
