@@ -8,11 +8,12 @@ The task files name their functions through this module, so that plain ``lm_eval
 from pathlib import Path
 
 from quantlab.evals.gpqa import dataset
+from quantlab.evals.reference_tasks import arithmetic, state_recall, text
 
 MODEL_NAME = "quantlab"
 TASK_FOLDER = Path(__file__).resolve().parent / "tasks"
 
-__all__ = ["MODEL_NAME", "TASK_FOLDER", "dataset", "register"]
+__all__ = ["MODEL_NAME", "TASK_FOLDER", "arithmetic", "dataset", "register", "state_recall", "text"]
 
 
 def register() -> None:

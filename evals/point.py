@@ -7,11 +7,11 @@ from typing import Any
 
 from quantlab.errors import InputError
 from quantlab.evals.gpqa import read_rows
-from quantlab.evals.plugin import TASK_FOLDER
-from quantlab.evals.preflight import check_model_folder, check_policies, check_tasks
+from quantlab.evals.preflight import check_model_folder, check_policies, check_tasks, needs_data, own_tasks
 from quantlab.evals.run import Evaluation, model_folder
+from quantlab.models.reference import PREFIX, reference_folder
 
-_DEFAULTS = {"data": None, "batch_size": 32, "limit": None, "seed": 0, "scoring": "decode"}
+_DEFAULTS = {"data": None, "batch_size": 32, "limit": None, "seed": 0, "scoring": "decode", "items": None}
 
 
 def check_points(points: list[dict[str, Any]]) -> None:
@@ -20,14 +20,16 @@ def check_points(points: list[dict[str, Any]]) -> None:
     lm-eval is asked only about tasks that are not quantlab's own: its index takes a quarter of a minute.
     """
     options = _DEFAULTS | points[0]
-    own = {path.stem for path in TASK_FOLDER.glob("*.yaml")}
-    if not set(options["tasks"]) <= own:
+    asking = needs_data(options["tasks"])
+    if not set(options["tasks"]) <= own_tasks():
         check_tasks(options["tasks"], options["data"], options["seed"])
-    elif options["data"] is None:
-        raise InputError("data", None, f"a local GPQA file for {', '.join(options['tasks'])}")
-    else:
+    elif asking and options["data"] is None:
+        raise InputError("data", None, f"a local GPQA file for {', '.join(asking)}")
+    elif options["data"] is not None:
         read_rows(options["data"])
-    if not options["model"].startswith("builtin:"):
+    if options["model"].startswith(PREFIX):
+        reference_folder(options["model"])
+    elif not options["model"].startswith("builtin:"):
         check_model_folder(options["model"])
 
 
@@ -36,9 +38,9 @@ def run_points(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield (point, record without environment) for each point, in order.
 
-    A point: kind "eval", policy, model (a folder, or a name of ``BUILTIN_MODELS``, built on the spot and
-    removed afterwards), tasks, and optionally data, batch_size, limit, seed, scoring.  All points of a call
-    agree in everything but the policy.  ``on_progress(done, total)`` counts points.  Raises InputError for
+    A point: kind "eval", policy, model (a folder, a reference model, or a name of ``BUILTIN_MODELS``, built on the
+    spot and removed afterwards), tasks, and optionally data, batch_size, limit, seed, scoring, items.  All points of a
+    call agree in everything but the policy.  ``on_progress(done, total)`` counts points.  Raises InputError for
     points that differ in more, and for whatever ``run_eval`` refuses before it runs; a policy that the
     documents did not exercise becomes a record with status "not_exercised".
     """
@@ -69,6 +71,7 @@ def run_points(
             options["limit"],
             options["seed"],
             options["scoring"],
+            items=options["items"],
         )
         for done, point in enumerate(points):
             on_progress(done, len(points))

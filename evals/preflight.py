@@ -55,7 +55,16 @@ def check_model_folder(folder: str | Path) -> Path:
     return folder
 
 
-def check_tasks(tasks: Sequence[str], data: str | Path | None, seed: int) -> Any:
+def needs_data(tasks: Sequence[str]) -> list[str]:
+    """Those of quantlab's own tasks whose questions come from a local file; the others make theirs."""
+    return sorted(task for task in set(tasks) & own_tasks() if task.startswith("quantlab_gpqa_"))
+
+
+def own_tasks() -> set[str]:
+    return {path.stem for path in TASK_FOLDER.glob("*.yaml")}
+
+
+def check_tasks(tasks: Sequence[str], data: str | Path | None, seed: int, items: int | None = None) -> Any:
     """A TaskManager that knows ``tasks``.  InputError for an unknown task and for data that does not fit.
 
     quantlab's own tasks come from the package; only when another name is asked for is lm-eval's own index
@@ -66,6 +75,8 @@ def check_tasks(tasks: Sequence[str], data: str | Path | None, seed: int) -> Any
     from lm_eval.tasks import TaskManager
 
     metadata: dict[str, Any] = {"gpqa_seed": seed}
+    if items is not None:
+        metadata["items"] = items
     if data is not None:
         read_rows(data)
         metadata["gpqa_path"] = str(data)
@@ -77,8 +88,8 @@ def check_tasks(tasks: Sequence[str], data: str | Path | None, seed: int) -> Any
         for task in tasks:
             if task not in manager.all_tasks:
                 raise InputError("task", task, f"a task of lm-eval or of quantlab ({', '.join(sorted(own))})")
-    if own & set(tasks) and data is None:
-        raise InputError("data", None, f"a local GPQA file for {', '.join(sorted(own & set(tasks)))}")
+    if data is None and (asking := needs_data(tasks)):
+        raise InputError("data", None, f"a local GPQA file for {', '.join(asking)}")
     return manager
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from quantlab.errors import InputError, unknown_name
 from quantlab.evals.preflight import check_model_folder, check_policies, check_requests, check_tasks
+from quantlab.models.reference import PREFIX, reference_folder
 from quantlab.records import check_output_folder, write_atomic
 from quantlab.schemes import Diverged, Policy, PolicyRules
 
@@ -29,13 +30,16 @@ def run_eval(
     seed: int = 0,
     scoring: str = "decode",
     device: str | None = None,
+    items: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate ``model`` (a folder or a name of BUILTIN_MODELS) under each policy; returns one record a policy.
+    """Evaluate ``model`` under each policy; returns one record a policy.
+
+    ``model``: a folder, "reference:" with a name of ``reference_models()``, or a name of BUILTIN_MODELS.
 
     ``output/<policy file name>/results_<time>.json`` is lm-eval's own results file, with the policy and
     what it did under "config"; no prompt or answer text is written.  ``data``: local GPQA file for
     quantlab's tasks.  ``seed`` names the random bits of stochastic rounding and the order of the choices.
-    ``limit``: first documents only.
+    ``limit``: first documents only.  ``items``: how many documents the reference models' tasks make.
 
     Raises InputError, before anything is written, for a model folder, policy, task or data file that cannot
     be used; and for a policy that the documents do not exercise.
@@ -44,7 +48,7 @@ def run_eval(
     records = []
     with ExitStack() as stack:
         folder = model_folder(str(model), stack)
-        evaluation = Evaluation(folder, parsed, tasks, data, batch_size, limit, seed, scoring, device)
+        evaluation = Evaluation(folder, parsed, tasks, data, batch_size, limit, seed, scoring, device, items)
         # Asked before the hours of evaluation, not after them.
         evaluation.check_fit(parsed)
         check_output_folder(output)
@@ -58,6 +62,8 @@ def run_eval(
 
 def model_folder(model: str, stack: ExitStack) -> Path:
     """The checked folder of ``model``; a built-in one is built on the spot and removed when ``stack`` closes."""
+    if model.startswith(PREFIX):
+        return reference_folder(model)
     if not model.startswith("builtin:"):
         return check_model_folder(model)
     if model not in BUILTIN_MODELS:
@@ -82,15 +88,16 @@ class Evaluation:
         seed: int,
         scoring: str,
         device: str | None = None,
+        items: int | None = None,
     ):
-        self._manager = check_tasks(tasks, data, seed)
+        self._manager = check_tasks(tasks, data, seed, items)
         from quantlab.evals import model
 
         QuantlabLM: Any = model.QuantlabLM  # lm-eval's decorator hides the type of the class
 
         where = {} if device is None else {"device": device}
         self._name, self._tasks, self._limit, self._seed = folder.name, list(tasks), limit, seed
-        self._batch_size = batch_size
+        self._batch_size, self._made = batch_size, {} if items is None else {"items": items}
         for policy in policies:
             QuantlabLM.check_scoring(scoring, policy)
         self._lm: Any = QuantlabLM(str(folder), policies[0], scoring=scoring, batch_size=batch_size, **where)
@@ -118,6 +125,7 @@ class Evaluation:
             "limit": self._limit,
             "seed": self._seed,
             "scoring": self._lm.scoring,
+            **self._made,
         }
         record: dict[str, Any] = {
             "kind": "eval",
@@ -221,6 +229,7 @@ def _document(task: str, sample: dict[str, Any]) -> dict[str, Any]:
     answers = sample["filtered_resps"]
     if all(isinstance(answer, list) and len(answer) == 2 for answer in answers):
         found["loglikelihoods"] = [float(answer[0]) for answer in answers]
-    if "acc" in sample:
-        found["correct"] = bool(sample["acc"])
+    for measure in ("acc", "exact_match"):
+        if measure in sample:
+            found["correct"] = bool(sample[measure])
     return found
