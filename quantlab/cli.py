@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from quantlab.schemes import Policy
 
 INTERRUPTED = 130  # exit status: 128 and the number of the interrupt signal
+MEASURES = ("acc", "exact_match", "bits_per_byte", "word_perplexity")
+"""Of lm-eval's metrics the one that is shown: the first of these that a task has."""
 
 app = typer.Typer(
     name="quantlab",
@@ -130,7 +132,9 @@ app.command(epilog=cli_capture.EPILOG)(cli_capture.capture)
     name="eval", epilog=_example("eval --model DIR -p fp32@1 -p fp32/nvfp4@16 --data gpqa_diamond.csv")
 )
 def evaluate(
-    model: Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.")],
+    model: Annotated[
+        Path, typer.Option("--model", help="Folder of a Hugging Face model, or reference:gated_delta.")
+    ],
     policy: Policies = None,
     tasks: Annotated[
         str, typer.Option(help="lm-eval task names, comma-separated.")
@@ -141,6 +145,9 @@ def evaluate(
     ] = Path("results/eval"),
     batch_size: Annotated[int, typer.Option(help="Contexts decoded together.", min=1)] = 32,
     limit: Annotated[int | None, typer.Option(help="Only the first documents.", min=1)] = None,
+    items: Annotated[
+        int | None, typer.Option(help="Documents of state_recall and its like (default 198).", min=1)
+    ] = None,
     seed: Annotated[
         int, typer.Option(help="Choice order and stochastic rounding.", min=0, max=2**32 - 1)
     ] = 0,
@@ -162,13 +169,18 @@ def evaluate(
         limit=limit,
         seed=seed,
         scoring=scoring,
+        items=items,
     )
     rows = []
     for record in records:
         metrics = record["metrics"]
         row = {"policy": record["point"]["policy"], "status": record["status"]}
         for task, values in metrics.get("tasks", {}).items():
-            row |= {f"{task} acc": values.get("acc"), f"{task} stderr": values.get("acc_stderr")}
+            measure = next((name for name in MEASURES if name in values), MEASURES[0])
+            row |= {
+                f"{task} {measure}": values.get(measure),
+                f"{task} stderr": values.get(f"{measure}_stderr"),
+            }
         keys = ("exercised", "op_hits", "bits_per_value", "bytes_per_token", "warning")
         rows.append(row | {key: metrics.get(key) for key in keys})
     if as_json:

@@ -81,6 +81,7 @@ class EvalBlock(_Table):
     tasks: Annotated[list[str], Some]
     data: str | None = None
     limit: Count | None = None
+    items: Count | None = None
     batch_size: Count = 8
     policies: list[str] | None = None
 
@@ -272,11 +273,15 @@ def _streams(block: DriftBlock, where: str, base: Path) -> list[dict[str, Any]]:
 
 
 def _eval_part(block: EvalBlock, where: str, base: Path) -> dict[str, Any]:
-    if block.model.startswith("builtin:"):
+    if block.model.startswith("reference:"):
+        from quantlab.models.reference import reference_folder
+
+        reference_folder(block.model)
+    elif block.model.startswith("builtin:"):
         if block.model not in BUILTIN_MODELS:
             raise unknown_name(f"spec {where}.model", block.model, BUILTIN_MODELS)
     elif not (base / block.model).is_dir():
-        expected = f"a model folder or one of {', '.join(BUILTIN_MODELS)}"
+        expected = f"a model folder, reference:NAME, or one of {', '.join(BUILTIN_MODELS)}"
         raise InputError(f"spec {where}.model", block.model, expected)
     digest = None
     if block.data is not None:
@@ -294,6 +299,8 @@ def _eval_part(block: EvalBlock, where: str, base: Path) -> dict[str, Any]:
         "data_hash": digest,
         "limit": block.limit,
         "batch_size": block.batch_size,
+        # Only where it is asked for: other points keep their names.
+        **({} if block.items is None else {"items": block.items}),
     }
 
 
