@@ -19,7 +19,7 @@ from quantlab.errors import InputError, unknown_name
 from quantlab.records.writing import write_atomic
 
 SCHEMA_VERSION = 1
-KINDS = ("drift", "closed_loop", "eval", "scan", "bench", "decode_step")
+KINDS = ("drift", "closed_loop", "eval", "recall", "scan", "bench", "decode_step")
 STATUSES = ("ok", "diverged", "not_exercised", "not_served", "comparison_failed", "failed")
 FIELDS = (
     "schema_version",
@@ -57,6 +57,12 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
         "version": 1,
         "scoring": "teacher-forced decode of context and continuation under the policy",
         "pairing": "by document hash against fp32@1 of the same model, task and data",
+    },
+    "recall": {
+        "version": 1,
+        "questions": "state recall, made from level and seed",
+        "scoring": "every token through the decode state; letter: likeliest of 4, value: likeliest of 64",
+        "pairing": "by number of the question",
     },
     "scan": {"version": 1, "reference": "the trained recurrence in float64 on the same inputs"},
     "bench": {

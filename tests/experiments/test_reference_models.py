@@ -1,5 +1,6 @@
 """experiments/reference_models without a GPU: its maths, its batches, and training that is stopped and goes on."""
 
+import dataclasses
 import itertools
 import json
 
@@ -7,9 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 
-from experiments.reference_models import chunked, mixture, train
+from experiments.reference_models import chunked, measure, mechanism, mixture, train
 from experiments.reference_models.models import KINDS, attention_parameters, initial_model
+from quantlab.drift import Stream
+from quantlab.evals.state_recall import Level, questions
 from quantlab.models.reference import vocabulary as v
 from quantlab.recurrences import StepInputs, get_recurrence
 
@@ -148,3 +153,74 @@ def test_training_that_was_stopped_goes_on_to_the_same_weights(tmp_path):
         assert torch.equal(weight, weights(parts)["model"][name]), name
     assert json.loads((parts / "curve.json").read_text())["curve"][-1]["step"] == 6
     assert (parts / "model" / "model.safetensors").exists()
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=70))
+def test_right_answers_survive_a_record(right):
+    assert measure.right_answers(measure.bits(np.array(right)), len(right)).tolist() == right
+
+
+def recorded(family, steps=40, decay=0.9, batch=3, heads=2, value_dim=4, key_dim=16, seed=0):
+    """A stream with one decay, and unit keys."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*sizes):
+        return torch.randn(steps, batch, *sizes, generator=generator)
+
+    recurrence = get_recurrence(family)
+    gate = recurrence.gate_shape(heads, value_dim, key_dim)
+    return Stream(
+        family=family,
+        q=normal(heads, key_dim),
+        k=F.normalize(normal(heads, key_dim), dim=-1),
+        v=normal(heads, value_dim),
+        log_decay=torch.full((steps, batch, *gate), decay).log(),
+        initial=torch.zeros(batch, heads, value_dim, key_dim),
+        beta=torch.full((steps, batch, heads), 0.5) if recurrence.delta_rule else None,
+    )
+
+
+@pytest.mark.parametrize("family", ["mamba2", "gated_delta", "kimi_delta"])
+def test_retention_is_what_decay_leaves(family):
+    """A fact at place p of the sequence is token p - 1 of the stream, which decays at every later one."""
+    stream, written = recorded(family), torch.tensor([1, 10, 40])
+    found = mechanism.state_facts(stream, written)
+    assert found["retention"] == pytest.approx([0.9 ** (40 - 10)] * 2, rel=1e-6)
+    assert found["decay"]["0.5"] == pytest.approx(0.9, rel=1e-6)
+
+
+def test_a_state_that_was_written_along_one_key_has_rank_one():
+    stream = recorded("mamba2")
+    same = dataclasses.replace(stream, k=stream.k[:1].expand(40, -1, -1, -1).contiguous())
+    found = mechanism.state_facts(same, torch.tensor([1, 1, 1]))
+    assert found["rank_one"] == pytest.approx([1.0] * 2, abs=1e-9)
+    assert found["read_rank"] == [1.0, 1.0]
+    assert max(mechanism.state_facts(stream, torch.tensor([1, 1, 1]))["rank_one"]) < 0.9
+
+
+def test_errors_and_progress_of_policies():
+    """float32 loses no more than its rounding; a store that is too coarse for an update swallows it."""
+    stream = recorded("mamba2", decay=1.0)
+    assert mechanism.output_error(stream, "fp32@1") < 1e-5
+    assert 1e-3 < mechanism.output_error(stream, "fp32/nvfp4@16") < 1
+    assert mechanism.progress(stream, "bf16@1") == pytest.approx(1, abs=1e-2)
+    # A column that nobody writes keeps the scales where they are.
+    large, k = torch.full_like(stream.initial, 100.0), stream.k.clone()
+    large[..., 0], k[..., 0] = 1000.0, 0.0
+    slow = dataclasses.replace(stream, initial=large, k=k)
+    assert mechanism.progress(slow, "nvfp4@1") == 0
+    assert mechanism.progress(slow, "nvfp4+sr@1") > 0.5
+
+
+def test_where_a_fact_was_written_is_found(monkeypatch):
+    """``look`` reads the places from the questions; the place of the value, behind its key."""
+    asked, seen = questions(Level(6, 4, 10), 5, 0), []
+    model = initial_model("gated_delta", 0, CPU).eval()
+    monkeypatch.setattr(mechanism, "state_facts", lambda stream, written: seen.append(written) or {})
+    rows = mechanism.look(model, asked, ["nvfp4@1"])
+    assert [row["layer"] for row in rows] == [0, 1, 2]
+    assert all(set(row["progress"]) == {"nvfp4@1"} for row in rows)
+    for row, place in enumerate(seen[0].tolist()):
+        words = v.text(asked.tokens[row]).split()
+        assert words[place] == v.VALUES[asked.value[row, 0]]
+        assert words[place - 1] == words[int(asked.recall[row, 0]) - 1]

@@ -1,0 +1,159 @@
+"""What every policy costs the reference models in right answers; one record a model, level and policy, resumes.
+
+python experiments/reference_models/measure.py --output results/reference_models            # everything there is
+python experiments/reference_models/measure.py --model mamba2 --level 152 --policy nvfp4@1 --items 200
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run by path: the repository root is not on the path then
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+
+from quantlab.errors import InputError
+from quantlab.evals.state_recall import Level
+from quantlab.models.reference import reference_folder, reference_models
+
+BASELINE = "fp32@1"
+POLICIES = (
+    BASELINE,
+    "bf16@1",
+    "fp16+sr@1",
+    "fp8_e4m3@1",
+    "int8@1",
+    "int8+sr@1",
+    "int8+ef@1",
+    "int8+ef@1:ef_read=include",
+    "nvfp4@1",
+    "nvfp4+sr@1",
+    "int8@16",
+    "fp8_e4m3@16",
+    "nvfp4@16",
+    "fp32/nvfp4@16",
+    "fp32/nvfp4@16:contents=derived",
+    "fp16+sr/nvfp4@16",
+    "fp8_e4m3+sr/nvfp4@16",
+    "fp32/fp8_e4m3@16",
+    "fp32/int8@16",
+)
+LEVELS = {
+    "152": (Level(), 2000),
+    "32": (Level(updates=32), 2000),
+    "512": (Level(16, 8, 512), 1000),
+    "2048": (Level(16, 8, 2048), 300),
+    "crowded": (Level(40, 8, 112, keys=64), 2000),
+}
+"""By name: the questions, and how many."""
+
+
+def main() -> None:
+    options = _options()
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from quantlab.evals.recall_scoring import answer
+    from quantlab.evals.state_recall import questions
+    from quantlab.models.interception import Interception
+    from quantlab.records import check_output_folder, complete_record, record_path, save_record
+    from quantlab.schemes import Diverged, parse_policy
+    from quantlab.sweep.environment import capture_environment
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    folder = options.output / "records"
+    check_output_folder(folder)
+    environment, begun = capture_environment(torch.get_num_threads()), time.monotonic()
+    for name in options.model:
+        model: Any = None
+        for level_name in options.level:
+            level, items = LEVELS[level_name]
+            items = options.items or items
+            for policy in options.policy:
+                text = str(parse_policy(policy))
+                point = {"kind": "recall", "model": name, "level": vars(level), "policy": text}
+                point |= {"items": items, "items_seed": 0, "seed": options.seed}
+                if record_path(folder, point).exists() or not _says_something(name, text):
+                    continue
+                if time.monotonic() - begun > options.seconds:
+                    print(f"not reached: {name} {level_name} {text}", file=sys.stderr)
+                    continue
+                if model is None:
+                    model = AutoModelForCausalLM.from_pretrained(reference_folder(name))
+                    model = model.to(options.device).eval()
+                start = time.monotonic()
+                asked = questions(level, items, 0)
+                interception = Interception(model, text, seed=options.seed, pools=options.pools)
+                try:
+                    found = answer(model, interception, asked, device=options.device)
+                except Diverged as error:
+                    result: dict[str, Any] = {"status": "diverged", "message": str(error), "metrics": {}}
+                else:
+                    interception.require_effect()
+                    report = interception.report.as_dict()
+                    kept = ("exercised", "bits_per_value", "bytes_per_token")
+                    metrics = {key: report[key] for key in kept}
+                    metrics |= {"letter": float(found.letter.mean()), "value": float(found.value.mean())}
+                    metrics |= {"letters": bits(found.letter), "values": bits(found.value)}
+                    result = {"metrics": metrics}
+                seconds = time.monotonic() - start
+                save_record(folder, complete_record(point, result, environment=environment, seconds=seconds))
+                shown = result["metrics"]
+                right = f"{shown['letter']:.3f} {shown['value']:.3f}" if shown else result["message"]
+                print(
+                    f"{time.monotonic() - begun:6.1f} s  {name} {level_name} {text}: {right}"
+                    f" ({seconds:.1f} s)",
+                    flush=True,
+                )
+
+
+def bits(right: Any) -> str:
+    """Which answers are right, four a hexadecimal digit, the first one in front."""
+    return np.packbits(right).tobytes().hex()
+
+
+def right_answers(text: str, items: int) -> Any:
+    """What ``bits`` packed: (items,) of bool."""
+    return np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8))[:items].astype(bool)
+
+
+def _says_something(model: str, policy: str) -> bool:
+    """Whether the policy is another one for this model: a Mamba-2 layer has no contents to derive."""
+    return "contents=derived" not in policy or not model.startswith(("hybrid", "mamba2"))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = reference_models()
+    parser.add_argument("--output", type=Path, default=Path("results/reference_models"))
+    parser.add_argument("--model", action="append", choices=known, help="repeat for several (default: all)")
+    parser.add_argument("--level", action="append", choices=LEVELS, help="repeat for several (default: all)")
+    parser.add_argument("--policy", action="append", help="repeat for several (default: the study's)")
+    parser.add_argument("--items", type=int, help="questions a point (default: 2,000; long levels fewer)")
+    parser.add_argument("--seed", type=int, default=0, help="of stochastic rounding")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--no-pools", dest="pools", action="store_false", default=None, help="torch instead of kernels"
+    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no point begins after so many")
+    options = parser.parse_args()
+    options.model, options.level = options.model or list(known), options.level or list(LEVELS)
+    options.policy = options.policy or list(POLICIES)
+    from quantlab.schemes import parse_policy
+
+    try:
+        for policy in options.policy:
+            parse_policy(policy)
+    except InputError as error:
+        parser.error(str(error))
+    return options
+
+
+if __name__ == "__main__":
+    main()
