@@ -1,7 +1,7 @@
 """What every policy costs the reference models in right answers; one record a model, level and policy, resumes.
 
 python experiments/reference_models/measure.py --output results/reference_models            # everything there is
-python experiments/reference_models/measure.py --model mamba2 --level 152 --policy nvfp4@1 --items 200
+python experiments/reference_models/measure.py --model hybrid --level 152 --policy nvfp4@1 --items 200
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main() -> None:
     from quantlab.evals.state_recall import questions
     from quantlab.models.interception import Interception
     from quantlab.records import check_output_folder, complete_record, record_path, save_record
-    from quantlab.schemes import Diverged, parse_policy
+    from quantlab.schemes import Diverged, parse_rules
     from quantlab.sweep.environment import capture_environment
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
@@ -74,7 +74,8 @@ def main() -> None:
             level, items = LEVELS[level_name]
             items = options.items or items
             for policy in options.policy:
-                text = str(parse_policy(policy))
+                rules = parse_rules(policy)
+                text = rules.text
                 point = {"kind": "recall", "model": name, "level": vars(level), "policy": text}
                 point |= {"items": items, "items_seed": 0, "seed": options.seed}
                 if record_path(folder, point).exists() or not _says_something(name, text):
@@ -87,7 +88,7 @@ def main() -> None:
                     model = model.to(options.device).eval()
                 start = time.monotonic()
                 asked = questions(level, items, 0)
-                interception = Interception(model, text, seed=options.seed, pools=options.pools)
+                interception = Interception(model, rules, seed=options.seed, pools=options.pools)
                 try:
                     found = answer(model, interception, asked, device=options.device)
                 except Diverged as error:
@@ -134,7 +135,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("results/reference_models"))
     parser.add_argument("--model", action="append", choices=known, help="repeat for several (default: all)")
     parser.add_argument("--level", action="append", choices=LEVELS, help="repeat for several (default: all)")
-    parser.add_argument("--policy", action="append", help="repeat for several (default: the study's)")
+    parser.add_argument(
+        "--policy",
+        action="append",
+        help="or a .toml file of rules; repeat for several (default: the study's)",
+    )
     parser.add_argument("--items", type=int, help="questions a point (default: 2,000; long levels fewer)")
     parser.add_argument("--seed", type=int, default=0, help="of stochastic rounding")
     parser.add_argument("--device", default="cpu")
@@ -145,11 +150,11 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     options.model, options.level = options.model or list(known), options.level or list(LEVELS)
     options.policy = options.policy or list(POLICIES)
-    from quantlab.schemes import parse_policy
+    from quantlab.schemes import parse_rules
 
     try:
         for policy in options.policy:
-            parse_policy(policy)
+            parse_rules(policy)
     except InputError as error:
         parser.error(str(error))
     return options
