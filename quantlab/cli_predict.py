@@ -145,7 +145,8 @@ def predict(
 
 def _folder(model: Path | None, stack: ExitStack) -> Path | None:
     """What --model names; a built-in one is there until ``stack`` closes."""
-    if not str(model).startswith("builtin:"):  # any other needs no weights here, unlike in an evaluation
+    # Any other needs no weights here, unlike in an evaluation.
+    if not str(model).startswith(("builtin:", "reference:")):
         return model
     from quantlab.evals.run import model_folder
     from quantlab.models.texts import quiet_transformers

@@ -159,3 +159,9 @@ def test_weights_of_some_layers_are_refused(model, run):
     status, _, err = run("--budget", 0.5, "--model", model)
     assert status == 2
     assert "weights of each recurrent layer of its config, not of 2" in err
+
+
+def test_reference_models_have_heads(run):
+    status, out, err = run("fp32/nvfp4@16", "--model", "reference:hybrid")
+    assert status == 0, err
+    assert "A_log and dt_bias of 2 layers in hybrid" in " ".join(out.split())

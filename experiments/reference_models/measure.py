@@ -16,6 +16,7 @@ if __package__ in (None, ""):  # run by path: the repository root is not on the 
 
 import numpy as np
 
+from experiments.reference_models.arguments import checked_device, one_line_errors, positive, whole
 from quantlab.errors import InputError
 from quantlab.evals.state_recall import Level
 from quantlab.models.reference import reference_folder, reference_models
@@ -54,6 +55,11 @@ LEVELS = {
 
 def main() -> None:
     options = _options()
+    with one_line_errors():
+        _measure(options)
+
+
+def _measure(options: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -65,7 +71,7 @@ def main() -> None:
     from quantlab.sweep.environment import capture_environment
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    folder = options.output / "records"
+    folder, device = options.output / "records", checked_device(options.device)
     check_output_folder(folder)
     environment, begun = capture_environment(torch.get_num_threads()), time.monotonic()
     for name in options.model:
@@ -85,12 +91,12 @@ def main() -> None:
                     continue
                 if model is None:
                     model = AutoModelForCausalLM.from_pretrained(reference_folder(name))
-                    model = model.to(options.device).eval()
+                    model = model.to(device).eval()
                 start = time.monotonic()
                 asked = questions(level, items, 0)
                 interception = Interception(model, rules, seed=options.seed, pools=options.pools)
                 try:
-                    found = answer(model, interception, asked, device=options.device)
+                    found = answer(model, interception, asked, device=device)
                 except Diverged as error:
                     result: dict[str, Any] = {"status": "diverged", "message": str(error), "metrics": {}}
                 else:
@@ -140,13 +146,15 @@ def _options() -> argparse.Namespace:
         action="append",
         help="or a .toml file of rules; repeat for several (default: the study's)",
     )
-    parser.add_argument("--items", type=int, help="questions a point (default: 2,000; long levels fewer)")
-    parser.add_argument("--seed", type=int, default=0, help="of stochastic rounding")
+    parser.add_argument(
+        "--items", type=positive, help="questions a point (default: 2,000; long levels fewer)"
+    )
+    parser.add_argument("--seed", type=whole, default=0, help="of stochastic rounding")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--no-pools", dest="pools", action="store_false", default=None, help="torch instead of kernels"
     )
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="no point begins after so many")
+    parser.add_argument("--seconds", type=positive, default=10**9, help="no point begins after so many")
     options = parser.parse_args()
     options.model, options.level = options.model or list(known), options.level or list(LEVELS)
     options.policy = options.policy or list(POLICIES)

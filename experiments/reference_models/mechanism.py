@@ -24,12 +24,13 @@ if __package__ in (None, ""):  # run by path: the repository root is not on the 
 import torch
 from torch import Tensor
 
+from experiments.reference_models.arguments import one_line_errors, positive
 from experiments.reference_models.measure import BASELINE, POLICIES
 from quantlab.drift import Stream
 from quantlab.evals.state_recall import Level, Questions, questions
 from quantlab.models import capture
 from quantlab.models.reference import reference_folder, reference_models
-from quantlab.records import write_atomic
+from quantlab.records import check_output_folder, write_atomic
 from quantlab.recurrences import StepInputs, get_recurrence
 from quantlab.recurrences.base import DecayAxis, expand_groups
 from quantlab.schemes import parse_policy, start
@@ -129,15 +130,21 @@ def main() -> None:
     )
     known = reference_models()
     parser.add_argument("--model", action="append", choices=known, help="repeat for several (default: all)")
-    parser.add_argument("--items", type=int, default=64, help="questions of the default level")
+    parser.add_argument("--items", type=positive, default=64, help="questions of the default level")
     parser.add_argument("--policy", action="append", help="repeat for several (default: the study's)")
     parser.add_argument("--output", type=Path, default=Path("results/reference_models"))
-    options = parser.parse_args()
+    with one_line_errors():
+        _write(parser.parse_args(), known)
+
+
+def _write(options: argparse.Namespace, known: tuple[str, ...]) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
     policies = options.policy or [policy for policy in POLICIES if policy != BASELINE]
-    options.output.mkdir(parents=True, exist_ok=True)
+    for policy in policies:
+        parse_policy(policy)
+    check_output_folder(options.output)
     for name in options.model or known:
         model = AutoModelForCausalLM.from_pretrained(reference_folder(name)).eval()
         recurrent = "mamba2" if name.startswith(("mamba2", "hybrid")) else name

@@ -24,12 +24,14 @@ if __package__ in (None, ""):  # run by path: the repository root is not on the 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.reference_models import chunked, mixture
+from experiments.reference_models.arguments import checked_device, one_line_errors, positive, whole
 from experiments.reference_models.models import KINDS, initial_model
 from quantlab.errors import InputError
 from quantlab.models import patching
 from quantlab.models.families import Family
 from quantlab.models.recurrent_layers import op_namespaces
 from quantlab.models.reference import vocabulary as v
+from quantlab.records import check_output_folder
 from quantlab.recurrences import get_recurrence
 
 STEPS = 3600
@@ -47,7 +49,8 @@ LOGGED_EVERY, PREFETCHED, WORKERS = 50, 6, 2
 def main() -> None:
     options = _options()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    train(options.kind, options.seed, options.output, options.steps, options.seconds, options.device)
+    with one_line_errors():
+        train(options.kind, options.seed, options.output, options.steps, options.seconds, options.device)
 
 
 def train(
@@ -64,13 +67,16 @@ def train(
     Returns the folder ``output/<kind>-<seed>``.
     """
     folder = output / f"{kind}-{seed}"
-    folder.mkdir(parents=True, exist_ok=True)
-    model = initial_model(kind, seed, torch.device(device)).train()
+    check_output_folder(folder)
+    model = initial_model(kind, seed, checked_device(device)).train()
     optimizer = _optimizer(model, device)
     step, stage, means, spent, curve = 0, 0, [0.0, 0.0], 0.0, []
     saved = folder / "training.pt"
     if saved.exists():
-        state = torch.load(saved, map_location=device, weights_only=True)
+        try:
+            state = torch.load(saved, map_location=device, weights_only=True)
+        except Exception as error:  # whatever a damaged file raises inside the library
+            raise InputError("training.pt", str(saved), "what this wrote; delete it to start over") from error
         if state["steps"] != steps:
             raise InputError("steps", steps, f"{state['steps']}, with which {folder} was begun")
         model.load_state_dict(state["model"])
@@ -217,11 +223,16 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kind", choices=KINDS, required=True)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=Path("results/reference_models"))
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--seconds", type=float, default=300, help="then stop; the same command goes on")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=whole, default=1, help="of weights and batches (default: 1)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("results/reference_models"), help="folder; one a model inside"
+    )
+    parser.add_argument("--steps", type=positive, default=STEPS, help=f"in all (default: {STEPS})")
+    parser.add_argument(
+        "--seconds", type=positive, default=300, help="then stop (default: 300); the same command goes on"
+    )
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=found, help="a CPU takes a second a step and more")
     return parser.parse_args()
 
 

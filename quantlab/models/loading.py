@@ -8,6 +8,7 @@ import torch
 
 from quantlab.errors import InputError
 from quantlab.models.interception import Interception
+from quantlab.models.reference import PREFIX, reference_folder
 from quantlab.schemes import Policy, PolicyRules, parse_rules
 from quantlab.schemes.rows import DRAFTS
 
@@ -21,7 +22,7 @@ def load(
     seed: int = 0,
     drafts: int = DRAFTS,
 ) -> Any:
-    """The causal language model in ``path`` (a folder, or a name on the hub), under ``policy``.
+    """The causal language model in ``path`` (a folder, "reference:NAME", or a name on the hub), under ``policy``.
 
     As within ``run_with_policy``, until ``model.quantlab_close()`` or until the model is gone; no other block can be
     entered before.  ``model.quantlab_report`` is the report, ``model.quantlab_interception`` the ``Interception`` (its
@@ -32,7 +33,9 @@ def load(
     """
     from transformers import AutoModelForCausalLM
 
-    if str(path).startswith("builtin:"):
+    if str(path).startswith(PREFIX):
+        path = reference_folder(str(path))
+    elif str(path).startswith("builtin:"):
         expected = "a folder or a name on the hub; quantlab.models.build_tiny makes folders of tiny models"
         raise InputError("path", str(path), expected)
     if Path(path).is_absolute() and not Path(path).is_dir():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from experiments.reference_models import chunked, measure, mechanism, mixture, train
 from experiments.reference_models.models import KINDS, attention_parameters, initial_model
 from quantlab.drift import Stream
+from quantlab.errors import InputError
 from quantlab.evals.state_recall import Level, questions
 from quantlab.models.reference import vocabulary as v
 from quantlab.recurrences import StepInputs, get_recurrence
@@ -224,3 +225,51 @@ def test_where_a_fact_was_written_is_found(monkeypatch):
         words = v.text(asked.tokens[row]).split()
         assert words[place] == v.VALUES[asked.value[row, 0]]
         assert words[place - 1] == words[int(asked.recall[row, 0]) - 1]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "expected"),
+    [
+        (train, ["--kind", "mamba2", "--steps", "0"], "--steps"),
+        (train, ["--kind", "mamba2", "--seed", "-1"], "--seed"),
+        (train, ["--kind", "mamba2", "--device", "tpu"], "device 'tpu'"),
+        (measure, ["--items", "0"], "--items"),
+        (measure, ["--policy", "zz@1"], "policy"),
+        (measure, ["--device", "tpu"], "device 'tpu'"),
+        (mechanism, ["--policy", "zz@1"], "policy 'zz@1'"),
+        (mechanism, ["--items", "-5"], "--items"),
+    ],
+)
+def test_bad_arguments_end_with_status_2_and_leave_no_file(
+    script, arguments, expected, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("sys.argv", ["script", *arguments, "--output", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    assert end.value.code == 2
+    assert expected in capsys.readouterr().err.splitlines()[-1]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("script", [train, measure, mechanism])
+def test_a_file_in_the_way_is_one_line(script, tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").write_text("")
+    more = ["--kind", "mamba2"] if script is train else []
+    monkeypatch.setattr("sys.argv", ["script", *more, "--output", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("error: output")
+
+
+@pytest.mark.parametrize("damage", ["nothing of torch", None])
+def test_training_that_cannot_go_on_says_so(damage, tmp_path):
+    folder = tmp_path / "mamba2-1"
+    folder.mkdir()
+    if damage:
+        (folder / "training.pt").write_text(damage)
+    else:
+        torch.save({"steps": 7}, folder / "training.pt")
+    with pytest.raises(InputError) as error:
+        train.train("mamba2", 1, tmp_path, 5, 1, "cpu")
+    assert error.value.argument == ("training.pt" if damage else "steps")

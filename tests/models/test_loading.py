@@ -105,3 +105,13 @@ def test_whatever_the_library_raises_is_one_line(model, tmp_path):
         with pytest.raises(InputError, match=words) as caught:
             load(path, "fp32@1", **options)
         assert "\n" not in str(caught.value)
+
+
+def test_a_reference_model_has_a_name():
+    model = load("reference:gated_delta", "fp32/nvfp4@16")
+    try:
+        assert model.quantlab_report.policy == "fp32/nvfp4@16"
+    finally:
+        model.quantlab_close()
+    with pytest.raises(InputError, match="reference:gated_delta"):
+        load("reference:gated_detla", "fp32@1")
