@@ -350,7 +350,7 @@ def _leave(text: object) -> NoReturn:
 
 
 def _interrupted() -> NoReturn:
-    typer.echo("interrupted; records that were stored stay, and the same command goes on from them", err=True)
+    typer.echo("interrupted; what was stored is whole: study, sweep, drift and bench go on from it", err=True)
     sys.exit(INTERRUPTED)
 
 
