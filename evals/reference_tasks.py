@@ -68,9 +68,9 @@ def text(items: int | None = None, **_: Any) -> dict[str, Any]:
 
 
 def _count(items: Any) -> int:
-    if isinstance(items, bool) or int(items) != items or items < 1:
+    if isinstance(items, bool) or not isinstance(items, int) or items < 1:
         raise InputError("items", items, "a whole number of at least 1")
-    return int(items)
+    return items
 
 
 def _test(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -17,11 +17,6 @@ Ints = NDArray[np.int64]
 MODULUS = 10
 
 
-def problem_tokens(steps: int) -> tuple[int, int]:
-    """Tokens of a prompt, and of what follows it."""
-    return 3 + 3 * steps, 4 * steps + 3
-
-
 def problems(steps: int, count: int, seed: int) -> tuple[Ints, Ints]:
     """Prompts (count, 3 + 3 steps) and what is to follow (count, 4 steps + 3), the same on every machine; the fewer
     begin the more.
