@@ -1,16 +1,14 @@
-"""Every conformance test runs once for each implementation; what this machine cannot run is skipped here alone.
+"""Every conformance test runs once for each implementation.
 
-``cuda`` needs a GPU, which the machines of ``make test`` lack: run ``pytest tests/kernels -k cuda`` where there is one.
+``cuda`` needs a GPU: run ``pytest tests/kernels -k cuda`` where there is one.
 """
+
+from collections.abc import Callable
 
 import pytest
 
-from quantlab.testing import unavailable
-
 
 @pytest.fixture
-def implementation(request: pytest.FixtureRequest) -> str:
+def implementation(request: pytest.FixtureRequest, runnable: Callable[[str], str]) -> str:
     """For ``parametrize("implementation", ..., indirect=True)``."""
-    if reason := unavailable(request.param):
-        pytest.skip(reason)
-    return request.param
+    return runnable(request.param)

@@ -17,7 +17,7 @@ from quantlab.models.interception import decode_states
 from quantlab.recurrences import StepInputs
 from quantlab.schemes import DecodeState, StateShape, parse_policy, parse_rules
 from quantlab.schemes.rules import HeadGroup
-from quantlab.testing import in_triton_process, unavailable
+from quantlab.testing import in_triton_process
 
 from .decoding import SAME, forward
 from .pooled import PROMPT, build, decoded, loaded, outcome, running
@@ -52,10 +52,9 @@ def model_on(folders):
 
 
 @pytest.fixture
-def device(request, monkeypatch):
+def device(request, runnable, monkeypatch):
     """For ``parametrize("device", ..., indirect=True)``."""
-    if reason := unavailable(request.param):
-        pytest.skip(reason)
+    runnable(request.param)
     # A convolution in TF32 would differ between batches of other sizes.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     return request.param

@@ -59,5 +59,6 @@ def test_every_architecture_passes_with_the_oldest_release(packages):
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-rfEs", "--tb=line")
     tests = run(packages, "-m", "pytest", *options, *left_out, "tests/models")
     assert tests.returncode == 0, tests.stdout[-4000:] + tests.stderr[-1000:]
-    summary = tests.stdout.strip().splitlines()[-1]
-    assert not re.search("skipped|deselected|failed|error", summary), tests.stdout[-4000:]
+    noted = re.findall(r"^(SKIPPED|FAILED|ERROR)\b(.*)$", tests.stdout, re.MULTILINE)
+    others = [line for word, line in noted if word != "SKIPPED" or not line.endswith(": no CUDA device")]
+    assert not others, others
