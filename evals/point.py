@@ -7,9 +7,8 @@ from typing import Any
 
 from quantlab.errors import InputError
 from quantlab.evals.gpqa import read_rows
-from quantlab.evals.preflight import check_model_folder, check_policies, check_tasks, needs_data, own_tasks
+from quantlab.evals.preflight import check_model, check_policies, check_tasks, needs_data, own_tasks
 from quantlab.evals.run import Evaluation, model_folder
-from quantlab.models.reference import PREFIX, reference_folder
 
 _DEFAULTS = {"data": None, "batch_size": 32, "limit": None, "seed": 0, "scoring": "decode", "items": None}
 
@@ -27,10 +26,7 @@ def check_points(points: list[dict[str, Any]]) -> None:
         raise InputError("data", None, f"a local GPQA file for {', '.join(asking)}")
     elif options["data"] is not None:
         read_rows(options["data"])
-    if options["model"].startswith(PREFIX):
-        reference_folder(options["model"])
-    elif not options["model"].startswith("builtin:"):
-        check_model_folder(options["model"])
+    check_model(options["model"])
 
 
 def run_points(

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quantlab.errors import InputError
+from quantlab.errors import InputError, unknown_name
 from quantlab.evals.gpqa import read_rows
 from quantlab.evals.plugin import TASK_FOLDER
+from quantlab.models.reference import PREFIX, reference_folder
 from quantlab.schemes import Policy, PolicyRules, parse_rules
 
+BUILTIN_MODELS = {"builtin:tiny-mamba2": "mamba2", "builtin:tiny-gated-delta": "gated_delta"}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -19,6 +21,19 @@ def check_policies(policies: Sequence[str | Path | Policy | PolicyRules]) -> lis
     if not parsed:
         raise InputError("policies", list(policies), "at least one policy")
     return parsed
+
+
+def check_model(model: str) -> Path | None:
+    """The checked folder of ``model``: a folder, or "reference:" and a name.  None for the name of a built-in model,
+    whose folder is yet to be made.  InputError for anything else.
+    """
+    if model.startswith(PREFIX):
+        return reference_folder(model)
+    if model.startswith("builtin:"):
+        if model not in BUILTIN_MODELS:
+            raise unknown_name("model", model, BUILTIN_MODELS)
+        return None
+    return check_model_folder(model)
 
 
 def check_model_folder(folder: str | Path) -> Path:

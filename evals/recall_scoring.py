@@ -32,7 +32,7 @@ def answer(
     *,
     device: Any = "cpu",
     at_once: int = 2000,
-    on_token: Callable[[int, int], None] = lambda done, total: None,
+    on_token: Callable[[int, int], object] = lambda done, total: None,
 ) -> Answers:
     """Decode each sequence of one question under the policy of ``interception``, ``at_once`` beside each other.
 

@@ -9,13 +9,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from quantlab.errors import InputError, unknown_name
-from quantlab.evals.preflight import check_model_folder, check_policies, check_requests, check_tasks
-from quantlab.models.reference import PREFIX, reference_folder
+from quantlab.errors import InputError
+from quantlab.evals.preflight import (
+    BUILTIN_MODELS,
+    check_model,
+    check_policies,
+    check_requests,
+    check_tasks,
+)
 from quantlab.records import check_output_folder, write_atomic
 from quantlab.schemes import Diverged, Policy, PolicyRules
-
-BUILTIN_MODELS = {"builtin:tiny-mamba2": "mamba2", "builtin:tiny-gated-delta": "gated_delta"}
 
 
 def run_eval(
@@ -62,12 +65,8 @@ def run_eval(
 
 def model_folder(model: str, stack: ExitStack) -> Path:
     """The checked folder of ``model``; a built-in one is built on the spot and removed when ``stack`` closes."""
-    if model.startswith(PREFIX):
-        return reference_folder(model)
-    if not model.startswith("builtin:"):
-        return check_model_folder(model)
-    if model not in BUILTIN_MODELS:
-        raise unknown_name("model", model, BUILTIN_MODELS)
+    if (folder := check_model(model)) is not None:
+        return folder
     from quantlab.models import build_tiny
 
     parent = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quantlab-")))

@@ -15,11 +15,14 @@ if __package__ in (None, ""):  # run by path: the repository root is not on the 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
+from tqdm import tqdm
 
 from experiments.reference_models.arguments import checked_device, one_line_errors, positive, whole
-from quantlab.errors import InputError
 from quantlab.evals.state_recall import Level
+from quantlab.models.recurrent_layers import recurrent_layers
 from quantlab.models.reference import reference_folder, reference_models
+from quantlab.recurrences import get_recurrence
+from quantlab.schemes import PolicyRules, parse_rules
 
 BASELINE = "fp32@1"
 POLICIES = (
@@ -67,10 +70,11 @@ def _measure(options: argparse.Namespace) -> None:
     from quantlab.evals.state_recall import questions
     from quantlab.models.interception import Interception
     from quantlab.records import check_output_folder, complete_record, record_path, save_record
-    from quantlab.schemes import Diverged, parse_rules
+    from quantlab.schemes import Diverged
     from quantlab.sweep.environment import capture_environment
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    policies = [parse_rules(policy) for policy in options.policy]
     folder, device = options.output / "records", checked_device(options.device)
     check_output_folder(folder)
     environment, begun = capture_environment(torch.get_num_threads()), time.monotonic()
@@ -79,12 +83,11 @@ def _measure(options: argparse.Namespace) -> None:
         for level_name in options.level:
             level, items = LEVELS[level_name]
             items = options.items or items
-            for policy in options.policy:
-                rules = parse_rules(policy)
+            for rules in policies:
                 text = rules.text
                 point = {"kind": "recall", "model": name, "level": vars(level), "policy": text}
                 point |= {"items": items, "items_seed": 0, "seed": options.seed}
-                if record_path(folder, point).exists() or not _says_something(name, text):
+                if record_path(folder, point).exists():
                     continue
                 if time.monotonic() - begun > options.seconds:
                     print(f"not reached: {name} {level_name} {text}", file=sys.stderr)
@@ -92,11 +95,20 @@ def _measure(options: argparse.Namespace) -> None:
                 if model is None:
                     model = AutoModelForCausalLM.from_pretrained(reference_folder(name))
                     model = model.to(device).eval()
+                if not applies(model, rules):
+                    continue
                 start = time.monotonic()
                 asked = questions(level, items, 0)
                 interception = Interception(model, rules, seed=options.seed, pools=options.pools)
                 try:
-                    found = answer(model, interception, asked, device=device)
+                    with tqdm(total=asked.tokens.size, disable=not sys.stderr.isatty(), desc=text) as bar:
+                        found = answer(
+                            model,
+                            interception,
+                            asked,
+                            device=device,
+                            on_token=lambda done, _, bar=bar: bar.update(done - bar.n),
+                        )
                 except Diverged as error:
                     result: dict[str, Any] = {"status": "diverged", "message": str(error), "metrics": {}}
                 else:
@@ -128,9 +140,11 @@ def right_answers(text: str, items: int) -> Any:
     return np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8))[:items].astype(bool)
 
 
-def _says_something(model: str, policy: str) -> bool:
-    """Whether the policy is another one for this model: a Mamba-2 layer has no contents to derive."""
-    return "contents=derived" not in policy or not model.startswith(("hybrid", "mamba2"))
+def applies(model: Any, rules: PolicyRules) -> bool:
+    """Whether the policy is another one for this model: only a delta rule has contents to derive."""
+    derived = any(policy.options.contents == "derived" for policy in rules.policies)
+    families = {layer.family.recurrence for layer in recurrent_layers(model).values()}
+    return not derived or all(get_recurrence(family).delta_rule for family in families)
 
 
 def _options() -> argparse.Namespace:
@@ -158,13 +172,6 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     options.model, options.level = options.model or list(known), options.level or list(LEVELS)
     options.policy = options.policy or list(POLICIES)
-    from quantlab.schemes import parse_rules
-
-    try:
-        for policy in options.policy:
-            parse_rules(policy)
-    except InputError as error:
-        parser.error(str(error))
     return options
 
 

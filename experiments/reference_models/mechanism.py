@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from experiments.reference_models.arguments import one_line_errors, positive
-from experiments.reference_models.measure import BASELINE, POLICIES
+from experiments.reference_models.measure import BASELINE, POLICIES, applies
 from quantlab.drift import Stream
 from quantlab.evals.state_recall import Level, Questions, questions
 from quantlab.models import capture
@@ -33,7 +33,7 @@ from quantlab.models.reference import reference_folder, reference_models
 from quantlab.records import check_output_folder, write_atomic
 from quantlab.recurrences import StepInputs, get_recurrence
 from quantlab.recurrences.base import DecayAxis, expand_groups
-from quantlab.schemes import parse_policy, start
+from quantlab.schemes import parse_policy, parse_rules, start
 
 DECAY_QUANTILES = (0.05, 0.5, 0.95, 0.99)
 ENERGY = 0.99
@@ -147,8 +147,7 @@ def _write(options: argparse.Namespace, known: tuple[str, ...]) -> None:
     check_output_folder(options.output)
     for name in options.model or known:
         model = AutoModelForCausalLM.from_pretrained(reference_folder(name)).eval()
-        recurrent = "mamba2" if name.startswith(("mamba2", "hybrid")) else name
-        chosen = [p for p in policies if recurrent != "mamba2" or "contents=derived" not in p]
+        chosen = [policy for policy in policies if applies(model, parse_rules(policy))]
         rows = look(model, questions(Level(), options.items, 1), chosen)
         path = options.output / f"mechanism-{name}.json"
         found = {"model": name, "items": options.items, "level": vars(Level()), "layers": rows}

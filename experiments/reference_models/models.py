@@ -1,7 +1,7 @@
 """The reference models: small configurations of transformers' own classes, and their names.
 
-About 1.3 million parameters: hidden size 256, three layers of a recurrent mixer and an MLP.  States are a few heads of
-16 or 32 values by 32 or 64 keys, so that facts crowd them.
+1.35 to 1.5 million parameters: hidden size 256, three layers of a recurrent mixer and an MLP.  States are a few heads
+of 16 or 32 values by 32 or 64 keys, so that facts crowd them.
 
 transformers asks the cache of these classes how many tokens it holds, which attention layers alone know.  The models
 without attention therefore end in an attention layer of one head whose output matrix is zero and stays so: nothing of

@@ -31,7 +31,7 @@ from quantlab.models import patching
 from quantlab.models.families import Family
 from quantlab.models.recurrent_layers import op_namespaces
 from quantlab.models.reference import vocabulary as v
-from quantlab.records import check_output_folder
+from quantlab.records import check_output_folder, write_atomic
 from quantlab.recurrences import get_recurrence
 
 STEPS = 3600
@@ -43,7 +43,7 @@ PASSED, MEMORY = (0.93, 0.88), 0.97
 """Mean accuracies of letter and recall, over about 1 / (1 - MEMORY) steps, that end a stage."""
 LATEST = (0.3, 0.45)
 """Shares of the steps at which the stages end whatever the accuracy."""
-LOGGED_EVERY, PREFETCHED, WORKERS = 50, 6, 2
+LOGGED_EVERY, KEPT_EVERY, PREFETCHED, WORKERS = 50, 500, 6, 2
 
 
 def main() -> None:
@@ -62,7 +62,8 @@ def train(
     device: str,
     clock: Callable[[], float] = time.monotonic,
 ) -> Path:
-    """Train until ``steps`` or ``seconds``, then write the state to resume from, the curve, and, when done, the model.
+    """Train until ``steps`` or ``seconds``.  Every KEPT_EVERY steps and at the end the state to resume from and the
+    curve are written, when done the model.
 
     Returns the folder ``output/<kind>-<seed>``.
     """
@@ -84,6 +85,17 @@ def train(
         step, stage, means, spent = state["step"], state["stage"], state["means"], state["spent"]
         curve = state["curve"]
     begun = clock()
+
+    def keep() -> None:
+        """All that the next call goes on from, and the curve; a kill leaves the last ones whole."""
+        state = {"steps": steps, "step": step, "stage": stage, "means": means, "curve": curve}
+        state |= {"spent": spent + clock() - begun}
+        partial = saved.with_suffix(".partial")
+        torch.save(state | {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, partial)
+        partial.replace(saved)
+        shown = json.dumps({"kind": kind, "seed": seed, "curve": curve}, indent=1)
+        write_atomic(folder / "curve.json", shown.encode())
+
     with ProcessPoolExecutor(WORKERS) as pool, _all_chunks_at_once(model):
         batches = _Batches(pool, seed)
         while step < steps and clock() - begun < seconds:
@@ -110,10 +122,9 @@ def train(
             passed = all(mean > enough for mean, enough in zip(means, PASSED, strict=True))
             if stage < len(LATEST) and (passed or step >= LATEST[stage] * steps):
                 stage, means = stage + 1, [0.0, 0.0]
-    state = {"steps": steps, "step": step, "stage": stage, "means": means, "curve": curve}
-    state |= {"spent": spent + clock() - begun}
-    torch.save(state | {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
-    (folder / "curve.json").write_text(json.dumps({"kind": kind, "seed": seed, "curve": curve}, indent=1))
+            if step % KEPT_EVERY == 0:
+                keep()
+    keep()
     if step == steps:
         export(model, folder / "model")
     return folder

@@ -90,7 +90,7 @@ def test_letters_are_learnt(name, load):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_arithmetic_is_done_on_the_pad_under_the_baseline_policy(name, load):
-    prompts, rest = running_arithmetic.problems(4, 8, 1)
+    prompts, rest = running_arithmetic.problems(4, 8, 1)  # at one in ten by chance, 6 of 8 right: 2 in 10^5
     model = load(name)
     with run_with_policy(model, "fp32@1"):
         written = model.generate(
