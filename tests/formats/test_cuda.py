@@ -9,7 +9,10 @@ from quantlab.formats import parse
 from quantlab.formats.recipes import profiles_of
 from quantlab.formats.table import FORMATS
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(runnable):
+    runnable("cuda")
 
 
 def texts() -> list[str]:

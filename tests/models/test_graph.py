@@ -257,12 +257,12 @@ def test_what_is_refused(built, tmp_path):
         graph.step(torch.zeros(2, dtype=torch.long))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h", "kimi_linear", "gated_delta of 16 values"])
-def test_on_cuda_a_graph_is_the_step_of_the_cpu(built, name):
+def test_on_cuda_a_graph_is_the_step_of_the_cpu(built, runnable, name):
     """Two windows and a bit; another prompt in the same memory gives what it gave the first time."""
     import copy
 
+    runnable("cuda")
     model, ids, plain = built(name), tokens(count=PROMPT + 11), None
     for policy in ("fp32@1", "fp32/nvfp4@4"):
         expected = forced(DecodeGraph(model, policy, 3, 20), ids)
