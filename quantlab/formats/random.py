@@ -17,6 +17,8 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 # Lanes worked on at once: the six arrays of a round then stay in a core's cache.
 _LANES = 16384
+# On a device: few launches, and at most a few GiB of temporaries.
+_DEVICE_LANES = 1 << 24
 
 
 def _rounds(words: list[np.ndarray], key: tuple[int, int], rounds: int) -> None:
@@ -106,7 +108,7 @@ def random_words(
     sequence id, 4 * layer + part); word = element index % 4.  So neither the batch layout nor a slot move
     changes a sequence's words.  store_numbers, sequence_ids: int64 (B,), used modulo 2^32; part: 0..3.
     heads: H ascending head numbers, where the state is that of some heads of the layer only: they get the words that
-    they have in the whole layer.  Computed on the CPU, returned on the device of ``store_numbers``.
+    they have in the whole layer.  Computed on the device of ``store_numbers``.
     """
     check_counters(shape, seed, store_numbers, sequence_ids, layer, part, rounds)
     size = shape[2] * shape[3]
@@ -114,23 +116,50 @@ def random_words(
     key = (seed & _WORD, (seed >> 32) & _WORD)
     # Every counter with a word of these heads, and where each span's words then stand.
     index = np.concatenate([np.arange(a // 4, (b + 3) // 4, dtype=np.uint64) for a, b in spans])
-    output = np.empty((shape[0], len(index), 4), dtype=np.uint64)
-    rows = zip(store_numbers.tolist(), sequence_ids.tolist(), strict=True)
-    for row, (store_number, sequence_id) in enumerate(rows):
-        for start in range(0, len(index), _LANES):
-            counters = index[start : start + _LANES].copy()
-            fixed = (store_number & _WORD, sequence_id & _WORD, (4 * layer + part) & _WORD)
-            words = [counters, *(np.full_like(counters, word) for word in fixed)]
-            _rounds(words, key, rounds)
-            for position, word in enumerate(words):
-                output[row, start : start + len(counters), position] = word
-    flat = torch.from_numpy(output.view(np.int64)).flatten(1)
+    fixed = (store_numbers, sequence_ids, (4 * layer + part) & _WORD)
+    flat = (_words_on_cpu if store_numbers.device.type == "cpu" else _words_on_device)(
+        index, fixed, key, rounds
+    )
     parts, offset = [], 0
     for a, b in spans:
         parts.append(flat[:, offset + a % 4 : offset + a % 4 + b - a])
         offset += 4 * ((b + 3) // 4 - a // 4)
     flat = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return flat.reshape(shape).to(store_numbers.device)
+    return flat.reshape(shape)
+
+
+def _words_on_cpu(
+    index: np.ndarray, fixed: tuple[Tensor, Tensor, int], key: tuple[int, int], rounds: int
+) -> Tensor:
+    """int64 (B, 4 len(index)): the words of counters (index, store number, sequence id, last) of every row."""
+    numbers, ids, last = fixed
+    output = np.empty((len(numbers), len(index), 4), dtype=np.uint64)
+    for row, (number, name) in enumerate(zip(numbers.tolist(), ids.tolist(), strict=True)):
+        for start in range(0, len(index), _LANES):
+            counters = index[start : start + _LANES].copy()
+            rest = (number & _WORD, name & _WORD, last)
+            words = [counters, *(np.full_like(counters, word) for word in rest)]
+            _rounds(words, key, rounds)
+            for position, word in enumerate(words):
+                output[row, start : start + len(counters), position] = word
+    return torch.from_numpy(output.view(np.int64)).flatten(1)
+
+
+def _words_on_device(
+    index: np.ndarray, fixed: tuple[Tensor, Tensor, int], key: tuple[int, int], rounds: int
+) -> Tensor:
+    """The same, where the store numbers are."""
+    numbers, ids, last = fixed
+    lowest = torch.from_numpy(index.astype(np.int64)).to(numbers.device)[None]
+    output = lowest.new_empty((len(numbers), 4 * len(index)))
+    rows = max(1, _DEVICE_LANES // max(1, len(index)))
+    for start in range(0, len(numbers), rows):
+        part = slice(start, start + rows)
+        size = (len(numbers[part]), len(index))
+        columns = [(column[part] & _WORD)[:, None].expand(size) for column in (numbers, ids)]
+        counter = torch.stack((lowest.expand(size), *columns, lowest.new_full(size, last)), -1)
+        output[part] = _torch_rounds(counter, key, rounds).flatten(1)
+    return output
 
 
 def _head_runs(heads: Sequence[int] | None, count: int) -> list[tuple[int, int]]:

@@ -8,20 +8,19 @@ stand in for the kernels, bit for bit.  Only ``Diverged`` is not raised where a 
 In ``step`` the host never waits for the device.  It waits in ``take_back`` and its question ``reach``, in a further
 chunk of a prompt, and where somebody asks what was exercised.
 
-What kernels do not serve stays a ``DecodeState`` on the CPU (``HostLayer``), and ``served`` says why.
+What kernels do not serve is a ``DecodeState`` on the same device, torch op by torch op, and ``served`` says why.
 """
 
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from quantlab.models.device_groups import LayerGroup
 from quantlab.models.device_layer import DeviceHeadGroups, DeviceLayer, part_shapes
-from quantlab.recurrences import StepInputs
 from quantlab.schemes import LayerState, checks
 from quantlab.schemes.backend import choose
 from quantlab.schemes.ledger import StateShape
@@ -31,37 +30,7 @@ from quantlab.schemes.rules import HeadGroup, number_text
 logger = logging.getLogger(__name__)
 
 
-class HostLayer:
-    """A decode state on the CPU for a layer that runs elsewhere: what goes in and comes out is copied each time."""
-
-    def __init__(self, state: LayerState, device: torch.device):
-        self.state, self.device = state, device
-
-    def step(self, inputs: StepInputs) -> Tensor:
-        return self.state.step(inputs.map(Tensor.cpu)).to(self.device)
-
-    def verify(self, tokens: StepInputs) -> Tensor:
-        return self.state.verify(tokens.map(Tensor.cpu)).to(self.device)
-
-    def extend(self, tokens: StepInputs) -> Tensor:
-        return self.state.extend(tokens.map(Tensor.cpu)).to(self.device)
-
-    def store(self, dense: Tensor) -> None:
-        self.state.store(dense.cpu())
-
-    def reset(self, rows: Tensor, initial: Tensor, sequence_ids: Tensor | None = None) -> None:
-        self.state.reset(rows, initial.cpu(), sequence_ids)
-
-    def materialize(self, rows: Tensor | None = None) -> Tensor:
-        return self.state.materialize(rows).to(self.device)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "state" or name.startswith("__"):  # a copy that is not filled yet
-            raise AttributeError(name)
-        return getattr(self.state, name)
-
-
-HeldState: TypeAlias = LayerState | DeviceLayer | DeviceHeadGroups | HostLayer
+HeldState: TypeAlias = LayerState | DeviceLayer | DeviceHeadGroups
 """What holds one layer of a model."""
 
 
@@ -138,19 +107,19 @@ def served(
     need be; False for nowhere.
     """
     if pools is False:
-        return False, "torch on cpu: pools are switched off"
+        return False, f"torch on {device}: pools are switched off"
     found = []
     for group, own in zip(groups, part_shapes(groups, shape), strict=True):
         if pools and (reason := unpoolable(group.policy, family, own)):
-            return False, f"torch on cpu: a pool takes {reason}"
+            return False, f"torch on {device}: a pool takes {reason}"
         backend = choose("steps.decode_token", device, group.policy, family, own)
         if backend.kind == "torch" and not pools:
-            return False, f"torch on cpu: {backend.reason}"
+            return False, f"torch on {device}: {backend.reason}"
         # Kernels number the heads of a pool from 0, and by these the random words of a whole layer.
         if group.policy.checkpoint.stochastic and group.heads != tuple(range(len(group.heads))):
             text = f"stochastic rounding of heads {number_text(group.heads)}, which do not begin the layer"
             _say(device, text)
-            return False, f"torch on cpu: no kernel serves {text}"
+            return False, f"torch on {device}: no kernel serves {text}"
         found.append(f"{backend.kind} on {device}: {backend.reason}")
     return True, "; ".join(dict.fromkeys(found))
 

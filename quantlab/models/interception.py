@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from quantlab.errors import InputError
 from quantlab.models.cache_layers import patch_cache_layers
 from quantlab.models.checks import check_model
-from quantlab.models.device_states import DeviceLayers, HeldState, HostLayer, served
+from quantlab.models.device_states import DeviceLayers, HeldState, served
 from quantlab.models.families import Family
 from quantlab.models.families.base import refuse_packed
 from quantlab.models.handles import Holding, Prefill, check_drafts, holding_of
@@ -343,16 +343,14 @@ class Interception:
             state = start_groups(
                 groups,
                 recurrence,
-                initial.cpu(),
+                initial,
                 key_heads=prefill.key_heads,
-                rates=None if prefill.rates is None else prefill.rates.cpu(),
+                rates=prefill.rates,
                 seed=self.seed,
                 layer=prefill.layer,
                 sequence_ids=ids,
                 drafts=self.drafts,
             )
-            if initial.device.type != "cpu":
-                state = HostLayer(state, initial.device)
         self.report.describe(prefill.layer, state, backend)
         holding = Holding(self, prefill.family, state)
         self.adopt(holding)
@@ -430,7 +428,7 @@ def reset_rows(cache: Any, rows: Tensor) -> None:
             holding = holding_of(recurrent)
             if holding is not None:
                 shape = holding.state.shape
-                zeros = torch.zeros(len(rows), shape.heads, shape.value_dim, shape.key_dim)
+                zeros = recurrent.new_zeros(len(rows), shape.heads, shape.value_dim, shape.key_dim)
                 holding.state.reset(rows, zeros)
 
 

@@ -17,7 +17,7 @@ class PolicyReport:
     that may be taken back, and for a prompt or a chunk of it; a prompt whose last tokens may be taken back counts as
     both.  uncached_hits: those of prefill_hits that ran without a cache, so that no state was kept.  state_dtype:
     what the model itself would have kept its state in.  backends: {layer: what decodes it and where, "triton on cuda:0:
-    ..." or "torch on cpu: ..." with the reason}.  conv_bytes: {layer: bytes per sequence} of the convolution
+    ..." or "torch on cuda:0: ..." with the reason}.  conv_bytes: {layer: bytes per sequence} of the convolution
     states, which no policy touches.
     """
 

@@ -31,10 +31,12 @@ class WindowBuffer:
         self.fields: dict[str, Tensor] = {}
         self.origin = self.cursor = self.pending = torch.zeros(0, dtype=torch.int64)
 
-    def allocate(self, batch: int) -> None:
+    def allocate(self, batch: int, device: torch.device) -> None:
         """Start empty for ``batch`` sequences; memory is taken when the first record gives the shapes."""
         self.fields = {}
-        self.origin, self.cursor, self.pending = (torch.zeros(batch, dtype=torch.int64) for _ in range(3))
+        self.origin, self.cursor, self.pending = (
+            torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(3)
+        )
 
     def round(self, x: Tensor) -> Tensor:
         """A vector as the buffer would give it back."""
@@ -61,17 +63,18 @@ class WindowBuffer:
 
         What stands behind a row's length is not written: the ring may have no room for it.
         """
-        batch, count = self.cursor.shape[0], len(records)
-        where = torch.arange(batch) if rows is None else rows
+        batch, count, device = self.cursor.shape[0], len(records), self.cursor.device
+        where = torch.arange(batch, device=device) if rows is None else rows
         at = self.origin[where] + self.cursor[where]
         kept = self.kept(records)
         first = int(at[0]) % self.capacity if len(at) else 0
         uniform = rows is None and first + count <= self.capacity and bool((at == at[:1]).all())
-        used = torch.ones(len(at), count, dtype=torch.bool)
+        ahead = torch.arange(count, device=device)
+        used = torch.ones(len(at), count, dtype=torch.bool, device=device)
         if lengths is not None:
-            used = torch.arange(count) < lengths[:, None]
+            used = ahead < lengths[:, None]
         uniform = uniform and bool(used.all())
-        index = ((at[:, None] + torch.arange(count)) % self.capacity)[used]
+        index = ((at[:, None] + ahead) % self.capacity)[used]
         written = where[:, None].expand(-1, count)[used]
         for name in ("k", "d", "log_decay", *(("v", "beta") if self.raw else ())):
             value = getattr(kept, name)
@@ -102,7 +105,7 @@ class WindowBuffer:
             return EMPTY
         used = self._ordered(rows, length)
         if bool((cursor < length).any()):
-            valid = torch.arange(length) < cursor[:, None]
+            valid = torch.arange(length, device=cursor.device) < cursor[:, None]
             for name, value in used.items():
                 mask = valid.view(*valid.shape, *[1] * (value.ndim - 2))
                 used[name] = torch.where(mask, value, 0.0)
@@ -161,7 +164,9 @@ class WindowBuffer:
 
     def used(self) -> Tensor:
         """Which ring positions hold a record or a draft: bool (batch, capacity)."""
-        behind = (torch.arange(self.capacity) - self.origin[:, None]) % self.capacity
+        behind = (
+            torch.arange(self.capacity, device=self.origin.device) - self.origin[:, None]
+        ) % self.capacity
         return behind < (self.cursor + self.pending)[:, None]
 
     def ordered(self) -> dict[str, Tensor]:
@@ -174,8 +179,8 @@ class WindowBuffer:
         if not bool(origin.any()):
             picked = slice(None) if rows is None else rows
             return {name: value[picked, :length] for name, value in self.fields.items()}
-        where = torch.arange(len(self.cursor)) if rows is None else rows
-        index = (origin[:, None] + torch.arange(length)) % self.capacity
+        where = torch.arange(len(self.cursor), device=origin.device) if rows is None else rows
+        index = (origin[:, None] + torch.arange(length, device=origin.device)) % self.capacity
         return {name: value[where[:, None], index] for name, value in self.fields.items()}
 
 

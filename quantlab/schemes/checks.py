@@ -12,6 +12,8 @@ from quantlab.recurrences import Recurrence, StepInputs, get_recurrence
 from quantlab.schemes.ledger import StateShape
 from quantlab.schemes.policy import MAXIMUM_WINDOW, Policy
 
+CPU = torch.device("cpu")
+
 
 def is_integer(value: object) -> bool:
     """An int that is not a bool."""
@@ -27,46 +29,52 @@ def describe(value: object) -> object:
     return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
 
 
-def tensor(name: str, value: object, shape: tuple[int, ...] | None, expected: str) -> None:
-    """InputError unless ``value`` is a tensor of real numbers, of ``shape`` if that is given."""
+def tensor(
+    name: str,
+    value: object,
+    shape: tuple[int, ...] | None,
+    expected: str,
+    device: torch.device | None = None,
+) -> None:
+    """InputError unless ``value`` is a tensor of real numbers, of ``shape`` and on ``device`` if these are given."""
     if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided or value.is_quantized):
         raise InputError(name, f"{value.layout} {value.dtype}", f"a plain dense tensor, {expected}")
-    if isinstance(value, Tensor) and value.device.type != "cpu":
-        raise InputError(name, f"a tensor on {value.device}", "one on the CPU, where decode states live")
+    if isinstance(value, Tensor) and (value.is_meta or (device is not None and value.device != device)):
+        where = "a device that holds numbers" if device is None else f"{device}, where the state is"
+        raise InputError(name, f"a tensor on {value.device}", f"one on {where}")
     if not isinstance(value, Tensor) or (shape is not None and tuple(value.shape) != shape):
         raise InputError(name, describe(value), expected)
     if value.is_complex() or value.dtype == torch.bool:
         raise InputError(name, describe(value), f"real numbers of {expected}")
 
 
-def rows(value: object, batch: int, *, distinct: bool = False) -> Tensor:
-    """``value`` as row numbers: int64 (n,), each from 0 to batch - 1, and each once if ``distinct``.
+def rows(value: object, batch: int, *, distinct: bool = False, device: torch.device = CPU) -> Tensor:
+    """``value`` as row numbers: int64 (n,) on ``device``, each from 0 to batch - 1, and each once if ``distinct``.
 
     int32 is taken too: it is what beam search reorders a cache with.
     """
     expected = f"row numbers from 0 to {batch - 1}" + (", each at most once" if distinct else "")
     if not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32) or value.ndim != 1:
         raise InputError("rows", describe(value), f"int64 or int32 of shape (n,), {expected}")
-    value = value.cpu().to(torch.int64)
     numbers = value.tolist()  # a few numbers: faster looked at in Python than by tensor operations
     outside = any(not 0 <= number < batch for number in numbers)
     if outside or (distinct and len(set(numbers)) != len(numbers)):
         raise InputError("rows", numbers, expected)
-    return value
+    return value.to(device, torch.int64)
 
 
-def sequence_ids(value: Any, count: int) -> Tensor:
-    """``value`` as names of sequences: int64 (count,), in memory of its own."""
+def sequence_ids(value: Any, count: int, device: torch.device = CPU) -> Tensor:
+    """``value`` as names of sequences: int64 (count,) on ``device``, in memory of its own."""
     expected = f"integers of shape ({count},)"
     try:
         ids = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise InputError("sequence_ids", value, expected) from None
     if ids.numel() == 0 and count == 0:
-        return torch.zeros(0, dtype=torch.int64)
+        return torch.zeros(0, dtype=torch.int64, device=device)
     if ids.dtype not in (torch.int64, torch.int32) or tuple(ids.shape) != (count,):
         raise InputError("sequence_ids", describe(ids), expected)
-    return ids.cpu().to(torch.int64, copy=True)
+    return ids.to(device, torch.int64, copy=True)
 
 
 def saved_meta(saved: Any, version: int | str) -> dict[str, Any]:
@@ -127,7 +135,15 @@ def head_numbers(value: object, count: int) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def options(family: str, shape: StateShape, rates: object, seed: int, layer: int, drafts: int) -> None:
+def options(
+    family: str,
+    shape: StateShape,
+    rates: object,
+    seed: int,
+    layer: int,
+    drafts: int,
+    device: torch.device,
+) -> None:
     """InputError for what a decode state of ``family`` cannot be made with."""
     for name, value in (("seed", seed), ("layer", layer)):
         if not is_integer(value):
@@ -136,7 +152,7 @@ def options(family: str, shape: StateShape, rates: object, seed: int, layer: int
         raise InputError("drafts", drafts, f"an integer from 0 to {MAXIMUM_WINDOW}")
     expected = (shape.heads, shape.value_dim, shape.key_dim)
     if get_recurrence(family).needs_rates:
-        tensor("rates", rates, expected, f"shape {expected}")
+        tensor("rates", rates, expected, f"shape {expected}", device)
     elif rates is not None:
         raise InputError("rates", describe(rates), f"None: {family} has no rates")
 
@@ -156,7 +172,12 @@ def token_count(inputs: StepInputs) -> int:
 
 
 def tokens(
-    inputs: StepInputs, recurrence: Recurrence, shape: StateShape, batch: int, count: int | None
+    inputs: StepInputs,
+    recurrence: Recurrence,
+    shape: StateShape,
+    batch: int,
+    count: int | None,
+    device: torch.device,
 ) -> None:
     """InputError unless ``inputs`` are one token of ``batch`` rows, or ``count`` tokens if that is given."""
     step_inputs(inputs)
@@ -170,14 +191,13 @@ def tokens(
     if recurrence.delta_rule:
         expected["beta"] = (*lead, shape.heads)
     for name, wanted in expected.items():
-        tensor(name, getattr(inputs, name), wanted, f"shape {wanted}")
+        tensor(name, getattr(inputs, name), wanted, f"shape {wanted}", device)
 
 
-def lengths(value: object, batch: int, count: int) -> Tensor:
+def lengths(value: object, batch: int, count: int, device: torch.device = CPU) -> Tensor:
     """Tokens of each row that count: int64 (batch,), each from 0 to ``count``; all of them by default."""
-    if value is None:
-        return torch.full((batch,), count)
-    return _numbers("lengths", value, batch, torch.full((batch,), count), lambda row: f"row {row}")
+    whole = torch.full((batch,), count, device=device)
+    return whole if value is None else _numbers("lengths", value, batch, whole, lambda row: f"row {row}")
 
 
 def counts(
@@ -194,7 +214,7 @@ def _numbers(
         raise InputError(name, describe(value), f"int64 or int32 of shape ({batch},)")
     if len(value) != batch:
         raise InputError(name, tuple(value.shape), f"shape ({batch},): one number a row")
-    value = value.cpu().to(torch.int64)
+    value = value.to(limits.device, torch.int64)
     wrong = (value < 0) | (value > limits)
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0, 0])

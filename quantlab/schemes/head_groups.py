@@ -46,14 +46,16 @@ class HeadGroups:
             first.layer,
             first.drafts,
         )
-        self._heads = [torch.tensor(group.heads) for group in self.groups]
+        self._heads = [torch.tensor(group.heads, device=self.device) for group in self.groups]
         repeat = len(heads) // key_heads
-        self._key_heads = [torch.tensor(key_heads_of(group.heads, repeat)) for group in self.groups]
-        self._order = torch.tensor(heads).argsort()
+        self._key_heads = [
+            torch.tensor(key_heads_of(group.heads, repeat), device=self.device) for group in self.groups
+        ]
+        self._order = torch.tensor(heads, device=self.device).argsort()
 
     def step(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
         """``DecodeState.step``: the output (n, heads, value_dim)."""
-        checks.tokens(inputs, self.recurrence, self.shape, self._count(rows), None)
+        checks.tokens(inputs, self.recurrence, self.shape, self._count(rows), None, self.device)
         with self._together():
             return self._joined([state.step(i, rows) for state, i in self._split(inputs, 1)], 1)
 
@@ -116,7 +118,7 @@ class HeadGroups:
 
     def reset(self, rows: Tensor, initial: Tensor, sequence_ids: Tensor | None = None) -> None:
         """``DecodeState.reset``; initial: (len(rows), heads, value_dim, key_dim)."""
-        rows = checks.rows(rows, self.batch, distinct=True)
+        rows = checks.rows(rows, self.batch, distinct=True, device=self.device)
         self._check_initial(initial, len(rows))
         with self._together():
             for state, heads in zip(self.states, self._heads, strict=True):
@@ -174,7 +176,7 @@ class HeadGroups:
         if not isinstance(other, HeadGroups) or other.groups != self.groups:
             found = other.effective_policy if isinstance(other, HeadGroups) else type(other).__name__
             raise InputError("groups of the state to place", found, self.effective_policy)
-        rows = checks.rows(rows, self.batch, distinct=True)
+        rows = checks.rows(rows, self.batch, distinct=True, device=self.device)
         for state, theirs in zip(self.states, other.states, strict=True):
             state.check_place(rows, theirs)
         for state, theirs in zip(self.states, other.states, strict=True):
@@ -183,6 +185,10 @@ class HeadGroups:
     @property
     def batch(self) -> int:
         return self.states[0].batch
+
+    @property
+    def device(self) -> torch.device:
+        return self.states[0].device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -266,12 +272,12 @@ class HeadGroups:
     def _checked(self, tokens: StepInputs, rows: Tensor | None) -> int:
         """T of the tokens, whose shapes are right."""
         count = checks.token_count(tokens)
-        checks.tokens(tokens, self.recurrence, self.shape, self._count(rows), count)
+        checks.tokens(tokens, self.recurrence, self.shape, self._count(rows), count, self.device)
         return count
 
     def _check_initial(self, initial: Tensor, count: int) -> None:
         expected = (count, self.shape.heads, self.shape.value_dim, self.shape.key_dim)
-        checks.tensor("initial", initial, expected, f"shape {expected}")
+        checks.tensor("initial", initial, expected, f"shape {expected}", self.device)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:

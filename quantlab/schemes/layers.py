@@ -55,7 +55,7 @@ def start_groups(
             arithmetic=arithmetic,
         )
     shape = checks.state_shape(heads, value_dim, key_dim, key_heads)
-    checks.options(family, shape, rates, seed, layer, drafts)
+    checks.options(family, shape, rates, seed, layer, drafts, initial.device)
     repeat = heads // shape.key_heads
     states = [
         DecodeState(
@@ -70,6 +70,7 @@ def start_groups(
             drafts=drafts,
             arithmetic=arithmetic,
             heads=group.heads,
+            device=initial.device,
         )
         for group in groups
     ]

@@ -43,14 +43,16 @@ class StateRows:
         drafts: int = DRAFTS,
         arithmetic: torch.dtype | None = None,
         heads: Sequence[int] | None = None,
+        device: torch.device = checks.CPU,
     ):
         self.policy, self.recurrence, self.shape = policy, get_recurrence(family), shape
-        self.seed, self.layer, self.drafts = seed, layer, drafts
+        self.seed, self.layer, self.drafts, self.device = seed, layer, drafts, device
         self.row_name = "row"  # what error messages call it
         check_policy_fits(policy, family)
         self.dtype = checks.arithmetic(arithmetic, policy)
         self.rates = None if rates is None else rates.detach().to(self.dtype, copy=True)
-        ids = torch.arange(batch) if sequence_ids is None else checks.sequence_ids(sequence_ids, batch)
+        names = torch.arange(batch) if sequence_ids is None else sequence_ids
+        ids = checks.sequence_ids(names, batch, device)
         # Of some heads of a layer alone: their numbers there, which name their random bits.
         self.heads = None if heads is None else checks.head_numbers(heads, shape.heads)
         common = {
@@ -69,11 +71,11 @@ class StateRows:
         self._raw = uses_raw(policy, self.recurrence)
         site = parse_sites(options.sites).get("buffer")
         self._buffer = WindowBuffer(self._window, drafts, options.buffer, self._raw, site)
-        self._buffer.allocate(batch)
+        self._buffer.allocate(batch, device)
         self._maths = arithmetic_of(policy, self.recurrence, self.rates, self._buffer.round)
         parts = ["checkpoint"] + (["read_copy"] if self._copy else [])
-        self._unread = {part: torch.ones(batch, dtype=torch.bool) for part in parts}
-        self._read_stores = {part: torch.zeros(batch, dtype=torch.int64) for part in parts}
+        self._unread = {part: torch.ones_like(ids, dtype=torch.bool) for part in parts}
+        self._read_stores = {part: torch.zeros_like(ids) for part in parts}
 
     def materialize(self, rows: Tensor | None = None) -> Tensor:
         """The dense logical state, decoded checkpoint + window, drafts left out: (n, heads, value_dim, key_dim)."""
@@ -93,7 +95,7 @@ class StateRows:
 
         A fork keeps the sequence id, and with it the random bits, of the row it comes from.
         """
-        rows = checks.rows(rows, self.batch)
+        rows = checks.rows(rows, self.batch, device=self.device)
         for store in self._stores().values():
             store.select(rows)
         self._buffer.select(rows)
@@ -106,7 +108,7 @@ class StateRows:
         initial: (len(rows), heads, value_dim, key_dim).  sequence_ids: int64 (len(rows),), names of the new sequences;
         without them the rows keep theirs, and draw the random bits of the sequences that they follow.
         """
-        rows = checks.rows(rows, self.batch, distinct=True)
+        rows = self._distinct(rows)
         initial = self._checked_initial(initial, len(rows))
         with self._all_or_nothing():
             if sequence_ids is not None:
@@ -115,12 +117,12 @@ class StateRows:
 
     def discard(self, rows: Tensor) -> None:
         """Forget the records and drafts of ``rows``: their sequences are over."""
-        self._buffer.clear(checks.rows(rows, self.batch, distinct=True))
+        self._buffer.clear(self._distinct(rows))
 
     def rename(self, rows: Tensor, sequence_ids: Tensor) -> None:
         """Give ``rows`` other sequence ids, and with them other random bits from the next store on."""
-        rows = checks.rows(rows, self.batch, distinct=True)
-        ids = checks.sequence_ids(sequence_ids, len(rows))
+        rows = self._distinct(rows)
+        ids = checks.sequence_ids(sequence_ids, len(rows), self.device)
         for store in self._stores().values():
             store.rename(rows, ids)
 
@@ -208,7 +210,7 @@ class StateRows:
 
         Raises InputError unless ``other`` has the same policy, family, shape, seed and layer, and len(rows) rows.
         """
-        rows = checks.rows(rows, self.batch, distinct=True)
+        rows = self._distinct(rows)
         self.check_place(rows, other)
         saving.place(self, rows, other)
 
@@ -303,15 +305,21 @@ class StateRows:
         return self.batch if rows is None else len(rows)
 
     def _entered_rows(self, rows: Tensor | None) -> Tensor | None:
-        return None if rows is None else checks.rows(rows, self.batch, distinct=True)
+        return None if rows is None else self._distinct(rows)
+
+    def _distinct(self, rows: Tensor) -> Tensor:
+        return checks.rows(rows, self.batch, distinct=True, device=self.device)
+
+    def _all_rows(self) -> Tensor:
+        return torch.arange(self.batch, device=self.device)
 
     def _entered(self, inputs: StepInputs, rows: Tensor | None, count: int | None = None) -> StepInputs:
-        checks.tokens(inputs, self.recurrence, self.shape, self._count(rows), count)
+        checks.tokens(inputs, self.recurrence, self.shape, self._count(rows), count, self.device)
         return self._maths.entering(inputs.map(lambda t: t.detach().to(self.dtype)))
 
     def _checked_initial(self, initial: Tensor, batch: int) -> Tensor:
         expected = (batch, self.shape.heads, self.shape.value_dim, self.shape.key_dim)
-        checks.tensor("initial", initial, expected, f"shape {expected}")
+        checks.tensor("initial", initial, expected, f"shape {expected}", self.device)
         return initial.detach().to(self.dtype, copy=True)  # the caller may go on to change it
 
     def _place(self, rows: Tensor | None, index: int) -> str:

@@ -100,7 +100,9 @@ def _restored(make: type[State], saved: dict[str, Tensor], meta: dict[str, Any])
     saved = {name: value.clone() for name, value in saved.items()}  # the caller's to change
     cursor, shape = saved["buffer.cursor"], StateShape(**meta["shape"])
     checks.whole_shape(shape)
-    checks.options(meta["family"], shape, saved.get("rates"), meta["seed"], meta["layer"], meta["drafts"])
+    checks.options(
+        meta["family"], shape, saved.get("rates"), meta["seed"], meta["layer"], meta["drafts"], cursor.device
+    )
     state = make(
         parse_policy(meta["policy"]),
         meta["family"],
@@ -112,6 +114,7 @@ def _restored(make: type[State], saved: dict[str, Tensor], meta: dict[str, Any])
         drafts=meta["drafts"],
         arithmetic=_ARITHMETIC[meta["arithmetic"]],
         heads=meta.get("heads"),
+        device=cursor.device,
     )
     dense = (len(cursor), shape.heads, shape.value_dim, shape.key_dim)
     for part, store in state._stores().items():

@@ -65,11 +65,11 @@ class DecodeState(StateRows):
         self.check_drafts(count, rows)
         tokens = self._entered(tokens, rows, count)
         self._refuse_drafts(rows, "verify")
-        lengths = checks.lengths(lengths, len(tokens.v), count)
+        lengths = checks.lengths(lengths, len(tokens.v), count, self.device)
         at = lengths.nonzero()[:, 0]
         if bool((lengths == count).all()):
             return self._verified(tokens, rows, lengths)
-        outputs = torch.zeros(len(lengths), count, self.shape.heads, self.shape.value_dim, dtype=self.dtype)
+        outputs = self._zeros(len(lengths), count)
         if len(at):
             where = at if rows is None else rows[at]
             tokens = keep_first(tokens.map(lambda t: t[at]), lengths[at])
@@ -86,7 +86,7 @@ class DecodeState(StateRows):
         rows = self._entered_rows(rows)
         pending = self._buffer.pending if rows is None else self._buffer.pending[rows]
         counts = checks.counts(counts, pending, lambda row: self._place(rows, row))
-        where = torch.arange(self.batch) if rows is None else rows
+        where = self._all_rows() if rows is None else rows
         with self._all_or_nothing():
             self._buffer.accept(counts, rows)
             while not self._early:
@@ -134,11 +134,11 @@ class DecodeState(StateRows):
         """
         rows = self._entered_rows(rows)
         count = checks.token_count(tokens)
-        checks.tokens(tokens, self.recurrence, self.shape, self._count(rows), count)
+        checks.tokens(tokens, self.recurrence, self.shape, self._count(rows), count, self.device)
         self._refuse_drafts(rows, "extend")
-        lengths = checks.lengths(lengths, self._count(rows), count)
-        where = torch.arange(self.batch) if rows is None else rows
-        outputs = torch.zeros(len(where), count, self.shape.heads, self.shape.value_dim, dtype=self.dtype)
+        lengths = checks.lengths(lengths, self._count(rows), count, self.device)
+        where = self._all_rows() if rows is None else rows
+        outputs = self._zeros(len(where), count)
         at = lengths.nonzero()[:, 0]
         if len(at) == 0:
             return outputs
@@ -160,7 +160,7 @@ class DecodeState(StateRows):
         """
         rows = self._entered_rows(rows)
         self._refuse_drafts(rows, "flush")
-        where = torch.arange(self.batch) if rows is None else rows
+        where = self._all_rows() if rows is None else rows
         where = where[(self._buffer.cursor[where] > 0) | self._checkpoint.live[where]]
         if len(where):
             rows = None if len(where) == self.batch else where
@@ -172,7 +172,7 @@ class DecodeState(StateRows):
         """Read and record drafts, at least one a row; those behind ``lengths`` change nothing."""
         if self._options.schedule == "step":
             return self._forward_rounded(tokens, rows, lengths)
-        due = self._due(rows, lengths) if self._early else torch.zeros(len(lengths), dtype=torch.bool)
+        due = self._due(rows, lengths) if self._early else torch.zeros_like(lengths, dtype=torch.bool)
         return self._split(due, self._forward_early, self._forward, tokens, rows, lengths)
 
     def _forward(self, tokens: StepInputs, rows: Tensor | None, lengths: Tensor | None) -> Tensor:
@@ -236,6 +236,11 @@ class DecodeState(StateRows):
         self._buffer.append(token_records(tokens, torch.cat(deltas, 1), raw=self._raw), rows, lengths)
         return torch.cat(outputs, 1)
 
+    def _zeros(self, count: int, tokens: int) -> Tensor:
+        """Outputs of ``tokens`` tokens of ``count`` rows, to be filled in."""
+        sizes = (count, tokens, self.shape.heads, self.shape.value_dim)
+        return torch.zeros(sizes, dtype=self.dtype, device=self.device)
+
     def _reads_stored_view(self) -> bool:
         """Whether even the read of a flush goes through what is stored, not through the unrounded fold."""
         if self._copy is not None:
@@ -274,7 +279,7 @@ class DecodeState(StateRows):
         with self._all_or_nothing():
             if bool(flags.all()):
                 return yes(tokens, rows, lengths)
-            where = torch.arange(self.batch) if rows is None else rows
+            where = self._all_rows() if rows is None else rows
             outputs = tokens.v.new_empty(*tokens.v.shape[:2], self.shape.heads, self.shape.value_dim)
             for forward, flagged in ((no, ~flags), (yes, flags)):
                 at = flagged.nonzero()[:, 0]
@@ -285,7 +290,7 @@ class DecodeState(StateRows):
 
 def only_used(outputs: Tensor, lengths: Tensor) -> Tensor:
     """Outputs (n, T, ...) with zeros behind each row's length: what is not finite there is nobody's."""
-    used = torch.arange(outputs.shape[1]) < lengths[:, None]
+    used = torch.arange(outputs.shape[1], device=lengths.device) < lengths[:, None]
     return torch.where(used[:, :, None, None], outputs, 0.0)
 
 
@@ -304,7 +309,8 @@ def start(
 ) -> DecodeState:
     """A decode state that begins at a prefill state, rounded once into every copy.
 
-    policy: text or Policy.  family: a name of ``RECURRENCES``.  initial: (batch, heads, value_dim, key_dim).
+    policy: text or Policy.  family: a name of ``RECURRENCES``.  initial: (batch, heads, value_dim, key_dim), on the
+    device where the state is to live and its inputs are.
     key_heads: number of heads of q and k (default: heads).  rates: A (heads, value_dim, key_dim) for mamba1.
     seed, layer, sequence_ids (batch,): name the random bits of stochastic rounding.  drafts: tokens that one ``verify``
     may take.  arithmetic: torch.float32 or torch.float64, in which everything but the stores is computed.
@@ -312,7 +318,7 @@ def start(
     """
     batch, heads, value_dim, key_dim = checks.initial(initial)
     shape = checks.state_shape(heads, value_dim, key_dim, key_heads)
-    checks.options(family, shape, rates, seed, layer, drafts)
+    checks.options(family, shape, rates, seed, layer, drafts, initial.device)
     state = DecodeState(
         parse_policy(policy),
         family,
@@ -324,6 +330,7 @@ def start(
         sequence_ids=sequence_ids,
         drafts=drafts,
         arithmetic=arithmetic,
+        device=initial.device,
     )
     state.hand_off(initial)
     return state

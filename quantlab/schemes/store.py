@@ -74,8 +74,8 @@ class Store:
         self.dtype = dtype
         self.sequence_ids = sequence_ids
         self.numbers = torch.full_like(sequence_ids, -1)
-        self.live = torch.zeros(sequence_ids.shape, dtype=torch.bool)
-        self.decoded = torch.empty(0)
+        self.live = torch.zeros_like(sequence_ids, dtype=torch.bool)
+        self.decoded = torch.empty(0, device=sequence_ids.device)
         self.residual: Tensor | Encoded | None = None
         self._dense: Tensor | None = None
         self._encoded: Encoded | None = None
