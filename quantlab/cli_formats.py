@@ -241,6 +241,10 @@ def _print_tryout(fmt: "Format", tried: "Tryout", given: list[int]) -> None:
             for raw, value in zip(stored, numbers["scales"].flatten().tolist(), strict=True)
         ]
         lines.append(("scales" if len(shown) > 1 else "scale", ", ".join(shown)))
+    for name in ("key factor", "value factor"):
+        if name in numbers:
+            rows = numbers[name].tolist()
+            lines.append((name, " / ".join(" ".join(map(number_text, row)) for row in rows)))
     packed = " / ".join(" ".join(f"{byte:02x}" for byte in row.tolist()) for row in tried.packed.codes)
     lines += [("codes packed", packed), ("bytes stored", str(tried.packed.nbytes))]
     rows = []

@@ -225,16 +225,16 @@ def _print_parts(demands: list["Demand"]) -> None:
 
 
 def _split(found: "Demand", side: dict[str, float]) -> dict[str, float]:
-    """The parts of a side, with scales apart from codes."""
-    from quantlab.models.capacity import scales_share
+    """The parts of a side, with scales and component apart from codes."""
+    from quantlab.models.capacity import shares
 
     stores = {"checkpoint": found.policy.checkpoint, "read copy": found.policy.read_copy}
     parts = {}
     for name, value in side.items():
         store = stores.get(name)
-        share = scales_share(store, found.geometry) if store is not None else 0.0
-        if share:
-            parts |= {f"{name} codes": value * (1 - share), f"{name} scales": value * share}
+        split = {} if store is None else shares(store, found.geometry)
+        if len(split) > 1:
+            parts |= {f"{name} {part}": value * share for part, share in split.items()}
         else:
             parts[name] = value
     return parts

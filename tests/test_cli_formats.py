@@ -24,7 +24,16 @@ NUMBERS = [0.1, -0.3, 3.0, 0.0, -5.5, 1e-6, 7.0]
 ALL = [
     text for row in FORMATS.values() for text in (row.name, *(f"{row.name}+as.{p}" for p in profiles_of(row)))
 ]
-TEXTS = [*ALL, "nvfp4:none+as.torchao", "nvfp4+4over6", "nvfp4+as.te+4over6", "int8+ef", "mxfp4+hadamard.3"]
+TEXTS = [
+    *ALL,
+    "nvfp4:none+as.torchao",
+    "nvfp4+4over6",
+    "nvfp4+as.te+4over6",
+    "int8+ef",
+    "mxfp4+hadamard.3",
+    "nvfp4+mean",
+    "int8+rank1",
+]
 TEXTS += ["fp16+sr13", "nvfp4+sr8", "int8+sr", "e4m3+rz", "int4+ef.int8"]
 
 
@@ -107,13 +116,18 @@ def test_try_shows_what_the_api_gives(text):
     assert found.get("random_words") == (None if words is None else words.tolist())
     if encoded.scales is not None:
         same(found["stored_scales"], encoded.scales)
+    for part in ("key_factor", "value_factor"):
+        tensor = getattr(encoded, part)
+        assert (part in found) == (tensor is not None)
+        if tensor is not None:
+            same(found[part], tensor.float())
     packed = fmt.pack(encoded)
     assert found["packed_codes"] == [bytes(row.tolist()).hex() for row in packed.codes]
     assert found["bytes"] == packed.nbytes
 
 
 @pytest.mark.parametrize(
-    "text", ["fp32", "fp16+sr13", "int8+ef", "mxfp4+as.modelopt", "nvfp4:none", "nvfp4+hadamard+sr8"]
+    "text", ["fp32", "fp16+sr13", "int8+ef", "mxfp4+as.modelopt", "nvfp4:none", "nvfp4+rank1+hadamard+sr8"]
 )
 def test_try_prints_a_line_for_every_number(text):
     output = shown("try", text, *NUMBERS)

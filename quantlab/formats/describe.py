@@ -4,6 +4,7 @@ Everything comes from the tables, from the recipes (``Recipe.explain``) and from
 row or profile explains itself.
 """
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from quantlab.errors import InputError
 from quantlab.formats import fused
+from quantlab.formats.components import rank_of
 from quantlab.formats.float_scales import GROUPS
 from quantlab.formats.format import Format
 from quantlab.formats.grammar import choices, parse
@@ -57,7 +59,9 @@ def describe(text: str, shape: tuple[int, ...] = (128, 128)) -> list[Section]:
         Section("Arithmetic", tuple(_arithmetic(fmt, explanation))),
     ]
     if fmt.rounded:
-        sections.append(Section("Special inputs", tuple(_specials(fmt))))
+        # Lone numbers are no matrices: where there is a component, what is told is what becomes of its rest.
+        title = "Special inputs" + (" beside the component" if fmt.component else "")
+        sections.append(Section(title, tuple(_specials(dataclasses.replace(fmt, component=None)))))
     sections.append(Section(f"Bits per value at {_shape_text(shape)}", tuple(_bits(fmt, shape))))
     if explanation is not None and explanation.reproduces:
         sections.append(Section("Library", tuple(_library(fmt, explanation))))
@@ -159,6 +163,8 @@ def _arithmetic(fmt: Format, explanation: Explanation | None) -> list[tuple[str,
         return [("value", "what is given, unrounded")]
     steps = () if explanation is None else explanation.steps
     lines = []
+    if fmt.component is not None:
+        lines.append(("component", f"{_component(fmt.component)}; x <- x - C, added again after decoding"))
     if fmt.hadamard is not None:
         rotation = "x <- H (signs * x) along the key dim, in blocks of its largest power-of-two divisor"
         lines.append(("rotation", f"{rotation}; signs from seed {fmt.hadamard}; undone after decoding"))
@@ -175,11 +181,21 @@ def _arithmetic(fmt: Format, explanation: Explanation | None) -> list[tuple[str,
         lines.append(("code", f"c = {_element_name(fmt)}(x), {_cast(fmt, None)}"))
     if fmt.error_feedback is not None:
         stored = f"r = {fmt.error_feedback}(x - v), kept for the next store"
+        if fmt.component is not None:
+            stored = f"r = {fmt.error_feedback}(x + C - (v + C)), kept for the next store"
         lines.append(("residual", stored))
     used = [
         f"{name}: {FUNCTIONS[name]}" for name in FUNCTIONS if any(_mentions(step[1], name) for step in steps)
     ]
     return [*lines, *((("functions", "; ".join(used)),) if used else ())]
+
+
+def _component(name: str) -> str:
+    rank = rank_of(name)
+    if rank is None:
+        return "C = in every row the mean of the value rows of a head's (V, K) matrix, in float16"
+    terms = "largest singular component" if rank == 1 else f"{rank} largest singular components"
+    return f"C = the {terms} s u v^T of a head's (V, K) matrix, sqrt(s) u and sqrt(s) v stored in float16"
 
 
 def _mentions(formula: str, name: str) -> bool:
@@ -327,7 +343,7 @@ def _options(fmt: Format) -> list[tuple[str, str]]:
     return lines
 
 
-_EXAMPLES = {"<seed>": "1", "<bits>": "8", "<format>": "bf16"}
+_EXAMPLES = {"<r>": "2", "<seed>": "1", "<bits>": "8", "<format>": "bf16"}
 
 
 def _with_choice(fmt: Format, kind: str, text: str) -> Format | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quantlab.errors import InputError
 from quantlab.formats import fused, rounding, storage
+from quantlab.formats.components import Component, check_component_shape, component_of
 from quantlab.formats.hadamard import largest_input, rotate
 from quantlab.formats.nvfp4_arithmetic import NO_CODE
 from quantlab.formats.recipe import DividingRecipe, Recipe, Scales
@@ -32,6 +33,8 @@ class Format:
     profile: the library whose arithmetic is reproduced bit for bit; None for the canonical recipe.
     scale, floor, four_over_six: how block scales are chosen; None for the default.
     overflow: of an unscaled element, None for its own.  random_bits: None = all 32 of a word.
+    component: "mean" or "rank1" to "rank8", what is stored beside the codes (``components``); None for nothing.  It
+    is taken out first and added last: a rotation, scales and rounding, stochastic or not, are those of the rest.
     hadamard: seed of the rotation along the key dim, None for no rotation.
     error_feedback: text of the residual's format, None for no residual.
     """
@@ -43,6 +46,7 @@ class Format:
     floor: str | None = None
     four_over_six: str | None = None
     overflow: Overflow | None = None
+    component: str | None = None
     hadamard: int | None = None
     rounding: Rounding = Rounding.NEAREST
     random_bits: int | None = None
@@ -84,6 +88,7 @@ class Format:
         text += "" if self.floor is None else f"+floor.{self.floor}"
         text += "" if self.four_over_six is None else f"+4over6{self.four_over_six}"
         text += "" if self.overflow is None else f"+overflow.{self.overflow.value}"
+        text += "" if self.component is None else f"+{self.component}"
         if self.hadamard is not None:
             text += "+hadamard" + (f".{self.hadamard}" if self.hadamard else "")
         if self.rounding is Rounding.TOWARD_ZERO:
@@ -124,8 +129,10 @@ class Format:
         A library profile then does what the library does.
         Nothing rounds twice: an element is rounded once, straight from x, and the float32 arithmetic of a
         scaled format starts from x itself, so that equal numbers give equal bits whatever dtype holds them.
-        Except: a rotation works in float64 for float64; profiles and +4over6 round float64 to float32 first.
-        float64 input takes the readable path.
+        Except: a rotation and what a component leaves are float64 for float64; profiles and +4over6 round float64 to
+        float32 first.  float64 input takes the readable path.
+        The residual of error feedback is what the decoded sum of component and codes leaves of x + residual; the
+        component is that of x alone.
         Errors: InputError for a wrong dtype or shape, and for NaN and Inf as above.
         """
         admitted = self.admit(x, random_bits, residual, specials)
@@ -134,14 +141,20 @@ class Format:
         recipe = self.recipe
         if recipe is None:
             return Encoded(self._cast(admitted, random_bits, specials))
-        target = self._target(admitted, residual)
+        aim, component = self._target(admitted, residual), self._component(admitted)
+        common = None if component is None else self._rotated(component, aim)
+        target = aim if common is None else aim - common
         if x.dtype == torch.bfloat16 and target is admitted and self.profile is not None:
             target = x  # one library computes in the dtype of its input
         codes, scales = recipe.encode(target, lambda quotient: self._cast(quotient, random_bits, specials))
         encoded = Encoded(codes, scales.stored, scales.global_scale)
+        if component is not None:
+            encoded = dataclasses.replace(encoded, key_factor=component.key, value_factor=component.value)
         if self.error_feedback is None:
             return encoded
-        error = (target - self._decode(encoded)).nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
+        decoded = self._decode(encoded)
+        error = aim - (decoded if common is None else common + decoded)
+        error = error.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
         return dataclasses.replace(encoded, residual=self._store_residual(error))
 
     def dequantize(self, encoded: Encoded) -> Tensor:
@@ -152,7 +165,10 @@ class Format:
         storage.check_encoded(self, encoded, residual=False)
         if not self.rounded:
             return encoded.codes
-        return rotate(self._decode(encoded), self.hadamard, inverse=True)
+        values = rotate(self._decode(encoded), self.hadamard, inverse=True)
+        if encoded.key_factor is None:
+            return values
+        return values + Component(encoded.key_factor, encoded.value_factor).decode()
 
     def round(
         self,
@@ -174,11 +190,14 @@ class Format:
             return self.dequantize(self.quantize(x, random_bits, residual, specials))
         if recipe is None:
             return fused.round_values(admitted, element, self.rounding, random_bits, bits)
-        target = self._target(admitted, residual)
+        target, component = self._target(admitted, residual), self._component(admitted)
+        if component is not None:
+            target = target - self._rotated(component, target)
         scales = recipe.scales(target)
         quotient = recipe.quotient(target, scales)
         values = fused.round_values_(quotient, target, element, self.rounding, random_bits, bits)
-        return rotate(recipe.decode(values, scales), self.hadamard, inverse=True)
+        values = rotate(recipe.decode(values, scales), self.hadamard, inverse=True)
+        return values if component is None else values + component.decode()
 
     def residual_values(self, residual: "Tensor | Encoded") -> Tensor:
         """An error-feedback residual as float32 values to add to ``dequantize``."""
@@ -196,7 +215,10 @@ class Format:
         return storage.unpack(self, packed)
 
     def stored_bits(self, shape: tuple[int, ...]) -> dict[str, int]:
-        """Bits of every part that a (..., V, K) state stores: codes, padding, scales, global scale, residual."""
+        """Bits that a (..., V, K) state stores: codes, padding, scales, global scale, component, residual.
+
+        Errors: InputError for a shape without the matrices that a component needs.
+        """
         return storage.stored_bits(self, shape)
 
     def bits_per_value(self, shape: tuple[int, ...]) -> float:
@@ -213,6 +235,8 @@ class Format:
         if x.dtype not in _INPUT_DTYPES or x.dim() == 0:
             expected = "float32, float64, float16 or bfloat16 of shape (..., K)"
             raise InputError("x", f"{x.dtype} {tuple(x.shape)}", expected)
+        if self.component is not None:
+            check_component_shape(self.component, tuple(x.shape), "x", self.text)
         if x.is_meta or x.layout != torch.strided:
             raise InputError("x", f"{x.layout} on {x.device}", "a dense tensor that holds numbers")
         if specials not in SPECIALS:
@@ -298,6 +322,13 @@ class Format:
             assert self.residual_format is not None
             residual = self.residual_format.dequantize(residual)
         return x + residual.to(torch.float32)
+
+    def _component(self, x: Tensor) -> Component | None:
+        return None if self.component is None else component_of(x, self.component)
+
+    def _rotated(self, component: Component, like: Tensor) -> Tensor:
+        """The decoded component in the basis and dtype of what it is taken from."""
+        return rotate(component.decode().to(like.dtype), self.hadamard)
 
     def _store_residual(self, error: Tensor) -> "Tensor | Encoded":
         """Saturated: an fp16 residual beyond 65504 would turn into Inf and poison every later store."""

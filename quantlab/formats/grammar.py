@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from quantlab.errors import InputError, unknown_name
+from quantlab.formats.components import COMPONENTS, LARGEST_RANK, MEAN
 from quantlab.formats.format import Format
 from quantlab.formats.four_over_six import METRICS, SCALE_MAXIMA, canonical_options
 from quantlab.formats.nvfp4 import DEFAULT_FLOOR, FLOORS
@@ -24,7 +25,7 @@ from quantlab.formats.table import (
 
 MODIFIERS = (
     "+as.<library>", "+scale.<rule>", "+floor.<number>", "+4over6[.mse|.mae|.absmax][.256|.448]",
-    "+overflow.<mode>", "+hadamard[.<seed>]", "+rz", "+sr[<bits>]", "+ef[.<format>]",
+    "+overflow.<mode>", "+mean", "+rank<r>", "+hadamard[.<seed>]", "+rz", "+sr[<bits>]", "+ef[.<format>]",
 )  # fmt: skip
 """What may follow a name, in the order of canonical text."""
 
@@ -57,7 +58,8 @@ def _parse(text: str) -> Format:
             raise InputError("format", text, f"modifiers {', '.join(MODIFIERS)}, not +{modifier}")
         new = _PARSERS[word](text, row, argument)
         if new.keys() & fields.keys():
-            once = "one of +rz and +sr, once" if "rounding" in new else f"+{word} once"
+            choice = {"rounding": "one of +rz and +sr, once", "component": "one of +mean and +rank<r>, once"}
+            once = choice.get(next(iter(new)), f"+{word} once")
             raise InputError("format", text, once)
         fields |= new
     _check_together(text, row, fields)
@@ -79,6 +81,7 @@ def choices(row: FormatRow) -> dict[str, list[str]]:
         "floor": [f"+floor.{name}" for name in (DEFAULT_FLOOR, *(f for f in FLOORS if f != DEFAULT_FLOOR))],
         "four over six": ["+4over6", *(f"+4over6.{m}.{s}" for m in METRICS for s in SCALE_MAXIMA)],
         "overflow": [f"+overflow.{mode.value}" for mode in _overflows(row)],
+        "component": ["+mean", "+rank<r>"],
         "rotation": ["+hadamard", "+hadamard.<seed>"],
         "rounding": ["+rz", "+sr", "+sr<bits>"],
         "error feedback": ["+ef", "+ef.<format>"],
@@ -86,7 +89,7 @@ def choices(row: FormatRow) -> dict[str, list[str]]:
     if not nvfp4:
         del offered["floor"], offered["four over six"]
     if not scaled:
-        del offered["rotation"], offered["error feedback"]
+        del offered["component"], offered["rotation"], offered["error feedback"]
     if element.name in ("fp32", "fp64"):
         return {}
     return {kind: texts for kind, texts in offered.items() if texts}
@@ -97,6 +100,9 @@ def _split(modifier: str) -> tuple[str, str | None]:
     if modifier.startswith("sr"):
         stochastic = re.fullmatch(r"sr([0-9]*)", modifier)
         return ("sr", stochastic[1] or None) if stochastic else (modifier, None)
+    if modifier.startswith("rank"):
+        rank = re.fullmatch(r"rank([0-9]*)", modifier)
+        return ("rank", rank[1] or None) if rank else (modifier, None)
     word, dot, argument = modifier.partition(".")
     return word, argument if dot else None
 
@@ -156,6 +162,19 @@ def _overflows(row: FormatRow) -> list[Overflow]:
     return sorted(element.overflows, key=lambda overflow: overflow is not element.overflow)
 
 
+def _mean(text: str, row: FormatRow, argument: str | None) -> dict:
+    if row.scaling is Scaling.NONE or argument is not None:
+        raise InputError("format", text, "+mean on a scaled format, without an argument")
+    return {"component": MEAN}
+
+
+def _rank(text: str, row: FormatRow, rank: str | None) -> dict:
+    component = f"rank{rank}"
+    if row.scaling is Scaling.NONE or component not in COMPONENTS:
+        raise InputError("format", text, f"+rank<r> on a scaled format, r from 1 to {LARGEST_RANK}")
+    return {"component": component}
+
+
 def _hadamard(text: str, row: FormatRow, seed: str | None) -> dict:
     if row.scaling is Scaling.NONE or (seed is not None and not re.fullmatch(r"[0-9]{1,18}", seed)):
         raise InputError("format", text, "+hadamard[.<seed>] on a scaled format, seed a whole number")
@@ -191,6 +210,8 @@ _PARSERS: dict[str, Callable[[str, FormatRow, str | None], dict]] = {
     "floor": _floor,
     "4over6": _four_over_six,
     "overflow": _overflow,
+    "mean": _mean,
+    "rank": _rank,
     "hadamard": _hadamard,
     "rz": _toward_zero,
     "sr": _stochastic,

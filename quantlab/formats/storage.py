@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quantlab.errors import InputError
+from quantlab.formats.components import DTYPE, check_component_shape, component_shapes
 from quantlab.formats.float_scales import GROUPS
 from quantlab.formats.packing import pack_bits, unpack_bits
 from quantlab.formats.table import ELEMENTS, Scaling
@@ -29,12 +30,16 @@ class Encoded:
     scales (..., groups): uint8 E4M3 bytes (nvfp4) or E8M0 bytes (mx), or float32.
     global_scale: float32; x.shape[:-2], x.shape[:-1] with granularity "row", () with "tensor".
     residual: the error-feedback residual, (..., K) in its own dtype or itself encoded.
+    key_factor, value_factor: float16 factors (..., r, K) and (..., V, r) of the component that the codes leave out; of
+    a mean the key factor alone, (..., 1, K).
     """
 
     codes: Tensor
     scales: Tensor | None = None
     global_scale: Tensor | None = None
     residual: "Tensor | Encoded | None" = None
+    key_factor: Tensor | None = None
+    value_factor: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,14 @@ class Packed:
     scales: Tensor | None = None
     global_scale: Tensor | None = None
     residual: "Tensor | Packed | None" = None
+    key_factor: Tensor | None = None
+    value_factor: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """All bytes stored."""
-        tensors = [t for t in (self.codes, self.scales, self.global_scale) if t is not None]
+        parts = (self.codes, self.scales, self.global_scale, self.key_factor, self.value_factor)
+        tensors = [t for t in parts if t is not None]
         residual = 0 if self.residual is None else self.residual.nbytes
         return sum(tensor.nbytes for tensor in tensors) + residual
 
@@ -68,7 +76,8 @@ def pack(fmt: "Format", encoded: Encoded) -> Packed:
         assert fmt.residual_format is not None
         residual = pack(fmt.residual_format, residual)
     packed = pack_bits(codes, fmt.element.storage_bits)
-    return Packed(packed, key_dim, encoded.scales, encoded.global_scale, residual)
+    factors = encoded.key_factor, encoded.value_factor
+    return Packed(packed, key_dim, encoded.scales, encoded.global_scale, residual, *factors)
 
 
 def unpack(fmt: "Format", packed: Packed) -> Encoded:
@@ -87,7 +96,8 @@ def unpack(fmt: "Format", packed: Packed) -> Encoded:
         if fmt.residual_format is None:
             raise InputError("packed.residual", "Packed", f"no packed residual for {fmt.text}")
         residual = unpack(fmt.residual_format, residual)
-    encoded = Encoded(codes.contiguous(), packed.scales, packed.global_scale, residual)
+    factors = packed.key_factor, packed.value_factor
+    encoded = Encoded(codes.contiguous(), packed.scales, packed.global_scale, residual, *factors)
     check_encoded(fmt, encoded, "packed")
     return encoded
 
@@ -116,6 +126,13 @@ def check_encoded(fmt: "Format", encoded: Encoded, name: str = "encoded", residu
     if scaling is Scaling.NVFP4:
         shared = {"matrix": shape[:-2], "row": shape[:-1], "tensor": ()}.get(fmt.granularity or "")
     _check_part(fmt, f"{name}.global_scale", encoded.global_scale, torch.float32, shared)
+    key: tuple[int, ...] | None = None
+    value: tuple[int, ...] | None = None
+    if fmt.component is not None:
+        check_component_shape(fmt.component, shape, f"{name}.codes", fmt.text)
+        key, value = component_shapes(fmt.component, shape)
+    _check_part(fmt, f"{name}.key_factor", encoded.key_factor, DTYPE, key)
+    _check_part(fmt, f"{name}.value_factor", encoded.value_factor, DTYPE, value)
     if not residual or encoded.residual is None:
         return
     left, name = encoded.residual, f"{name}.residual"
@@ -165,6 +182,10 @@ def stored_bits(fmt: "Format", shape: tuple[int, ...]) -> dict[str, int]:
     if fmt.row.scaling is Scaling.NVFP4:
         counts = {"matrix": math.prod(shape[:-2]), "row": rows, "tensor": 1, "none": 0}
         parts["global scale"] = 32 * counts[fmt.granularity or ""]
+    if fmt.component is not None:
+        check_component_shape(fmt.component, tuple(shape), "shape", fmt.text)
+        factors = component_shapes(fmt.component, tuple(shape))
+        parts["component"] = 8 * DTYPE.itemsize * sum(math.prod(factor) for factor in factors if factor)
     if fmt.residual_format is not None:
         parts["residual"] = sum(stored_bits(fmt.residual_format, shape).values())
     elif fmt.error_feedback is not None:

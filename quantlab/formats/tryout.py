@@ -59,6 +59,9 @@ def try_format(fmt: Format, x: Tensor, seed: int = 0, specials: str = "raise") -
 
 
 def parts(fmt: Format, encoded: Encoded) -> dict[str, Tensor]:
-    """The scales of an Encoded as numbers: "scales" (V, groups) and "global scale" where they are stored."""
+    """What is stored beside the codes, as numbers: "scales" (V, groups), "global scale", "key factor" (r, K) and
+    "value factor" (V, r), each where there is one.
+    """
     found = {"scales": scale_values(fmt, encoded), "global scale": encoded.global_scale}
+    found |= {"key factor": encoded.key_factor, "value factor": encoded.value_factor}
     return {name: values for name, values in found.items() if values is not None}

@@ -120,11 +120,12 @@ def demand(geometry: Geometry, policy: Policy, speculation: Speculation | None =
     return Demand(geometry, policy, read, written, held, states, accepted, stored / shape.values)
 
 
-def scales_share(store: Format, geometry: Geometry) -> float:
-    """Which part of a store's bytes, residual and padding apart, are scales."""
+def shares(store: Format, geometry: Geometry) -> dict[str, float]:
+    """Which parts of a store's bytes, residual and padding apart, are codes, scales and component."""
     bits = store.stored_bits(_dimensions(geometry))
     scales = bits.get("scales", 0) + bits.get("global scale", 0)
-    return scales / (scales + bits["codes"])
+    parts = {"codes": bits["codes"], "scales": scales, "component": bits.get("component", 0)}
+    return {name: part / sum(parts.values()) for name, part in parts.items() if part}
 
 
 def _stored(store: Format, geometry: Geometry) -> float:

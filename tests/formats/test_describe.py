@@ -237,6 +237,20 @@ def test_the_rounding_of_the_text_is_in_the_formula():
     assert "stochastic" in code_of("mxfp4+as.modelopt+sr8")
 
 
+def test_a_component_is_told_apart_from_the_codes():
+    sections = {section.title: dict(section.lines) for section in describe("nvfp4+rank2", (64, 128))}
+    assert "2 largest singular components" in sections["Arithmetic"]["component"]
+    assert sections["Special inputs beside the component"] == next(
+        dict(section.lines) for section in describe("nvfp4") if section.title == "Special inputs"
+    )
+    assert sections["Bits per value at 64 x 128"]["component"] == "0.75"  # 2 x 16 (64 + 128) / (64 x 128)
+    assert "component" not in sections["Options"]
+    assert (
+        "mean of the value rows"
+        in {s.title: dict(s.lines) for s in describe("int8+mean")}["Arithmetic"]["component"]
+    )
+
+
 def test_a_shape_without_sizes_is_refused():
     for shape in ((), (0, 128), (128, -1)):
         with pytest.raises(InputError, match="shape"):

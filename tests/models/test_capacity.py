@@ -12,7 +12,7 @@ from quantlab.models.capacity import (
     concurrency,
     demand,
     parse_bytes,
-    scales_share,
+    shares,
     speed_bound,
     state_share,
 )
@@ -83,10 +83,13 @@ def test_bytes_of_a_stored_value(policy, expected, exact):
     assert float(f"{found:.{len(expected.partition('.')[2])}f}") == pytest.approx(float(expected), abs=3e-4)
 
 
-def test_the_share_of_the_scales():
+def test_the_shares_of_a_store():
+    """Of a head of 128 x 128: a scale a row of 128 bytes, and two vectors of 128 float16 for a component."""
     geometry = PUBLISHED["Qwen3.5-0.8B"]
-    assert scales_share(parse_policy("fp32@1").checkpoint, geometry) == 0
-    assert scales_share(parse_policy("int8+ef@1").checkpoint, geometry) == 4 / (128 + 4)
+    assert shares(parse_policy("fp32@1").checkpoint, geometry) == {"codes": 1}
+    assert shares(parse_policy("int8+ef@1").checkpoint, geometry) == {"codes": 128 / 132, "scales": 4 / 132}
+    found = shares(parse_policy("int8+rank1@1").checkpoint, geometry)
+    assert found == {"codes": 128 / 136, "scales": 4 / 136, "component": 4 / 136}
 
 
 def test_native_speculation_holds_a_state_a_token_and_replay_one():

@@ -38,6 +38,8 @@ def test_which_policies_have_an_op():
     for policy, family in (
         ("fp32/nvfp4@16", "gated_delta"),
         ("fp32/nvfp4:row@16", "mamba2"),
+        ("fp32/nvfp4+rank1@16", "mamba2"),
+        ("fp32/nvfp4+mean@16", "mamba2"),
         ("fp32/fp8@16", "mamba2"),
         ("nvfp4@16", "mamba2"),
         ("fp32/nvfp4@16:sites=k", "mamba2"),

@@ -191,6 +191,8 @@ REFUSED = {
     "scales of blocks": ("int8:block32@1", "mamba2", "one scale a value row"),
     "error feedback": ("int8+ef@1", "mamba2", "a checkpoint of fp32"),
     "a rotated copy": ("fp32/nvfp4+hadamard@4", "mamba2", "a read copy of nvfp4"),
+    "a component beside the copy": ("fp32/nvfp4+rank2@4", "mamba2", "a read copy of nvfp4"),
+    "a mean beside the checkpoint": ("int8+mean@4", "mamba2", "a checkpoint of fp32"),
     "a stochastic copy": ("fp32/nvfp4+sr@4", "mamba2", "a read copy of nvfp4"),
     "a global scale a row": ("fp32/nvfp4:row@4", "mamba2", "nvfp4:matrix"),
     "two bfloat16 a number": ("fp32@4:buffer=hilo", "mamba2", "buffer=fp32"),

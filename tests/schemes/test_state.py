@@ -27,6 +27,9 @@ POLICIES = [
     "fp16+sr/nvfp4+sr8@4",
     "fp8/nvfp4@4:flush_read=copy",
     "fp32/nvfp4@1:flush_read=copy",
+    "fp32/nvfp4+rank2@4",
+    "nvfp4+rank1@1",
+    "nvfp4+mean+ef@4",
 ]
 DELTA_POLICIES = [
     "fp32@4:contents=derived",

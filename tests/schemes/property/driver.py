@@ -374,7 +374,7 @@ def same_residual(found: Any, expected: Any) -> bool:
 def tensors_of(encoded: Any) -> list[Tensor]:
     if not isinstance(encoded, Encoded):
         return [encoded]
-    parts = (encoded.codes, encoded.scales, encoded.global_scale)
+    parts = (encoded.codes, encoded.scales, encoded.global_scale, encoded.key_factor, encoded.value_factor)
     left = [] if encoded.residual is None else tensors_of(encoded.residual)
     return [t for t in parts if t is not None] + left
 

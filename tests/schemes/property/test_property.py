@@ -34,6 +34,9 @@ POLICIES = (
     "nvfp4@4:schedule=chunk",
     "bf16/nvfp4@4:schedule=turn",
     "int8+ef@4:ef_read=include",
+    "fp16+sr/nvfp4+rank2@4",
+    "nvfp4+rank1+sr8@1",
+    "int8+mean+ef@4",
     "fp32@4:sites=gate+q+k.fp16+v+d+state+buffer+output",
 )
 MATRIX_POLICIES = ("fp16@3:dot=bf16:sites=decay",)
