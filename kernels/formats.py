@@ -1,8 +1,8 @@
 """Triton twins of a Format's methods, equal to them bit for bit: ``quantize``, ``dequantize``, ``round``.
 
 They serve float32, float16 and bfloat16 tensors in contiguous memory, NaN and Inf refused as by default, and every
-unscaled element, FP32 scales, MX, and canonical NVFP4.  A format that follows a library's order of operations, a
-component beside the codes, a rotation and error feedback have no kernel.
+unscaled element, FP32 scales, MX, and canonical NVFP4.  A format that follows a library's order of operations, key
+scales, a component beside the codes, a rotation and error feedback have no kernel.
 """
 
 import torch
@@ -131,6 +131,7 @@ def _check_served(fmt: Format) -> None:
     without = {
         "no library profile": fmt.profile is not None,
         "no four-over-six": fmt.four_over_six is not None,
+        "no key scales": fmt.key_scale,
         "no component beside the codes": fmt.component is not None,
         "no rotation": fmt.hadamard is not None,
         "no error feedback": fmt.error_feedback is not None,

@@ -241,7 +241,7 @@ def _print_tryout(fmt: "Format", tried: "Tryout", given: list[int]) -> None:
             for raw, value in zip(stored, numbers["scales"].flatten().tolist(), strict=True)
         ]
         lines.append(("scales" if len(shown) > 1 else "scale", ", ".join(shown)))
-    for name in ("key factor", "value factor"):
+    for name in ("key scales", "key factor", "value factor"):
         if name in numbers:
             rows = numbers[name].tolist()
             lines.append((name, " / ".join(" ".join(map(number_text, row)) for row in rows)))

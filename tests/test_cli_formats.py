@@ -33,6 +33,7 @@ TEXTS = [
     "mxfp4+hadamard.3",
     "nvfp4+mean",
     "int8+rank1",
+    "nvfp4+keyscale",
 ]
 TEXTS += ["fp16+sr13", "nvfp4+sr8", "int8+sr", "e4m3+rz", "int4+ef.int8"]
 
@@ -116,6 +117,8 @@ def test_try_shows_what_the_api_gives(text):
     assert found.get("random_words") == (None if words is None else words.tolist())
     if encoded.scales is not None:
         same(found["stored_scales"], encoded.scales)
+    if encoded.key_scales is not None:
+        assert found["key_scales"] == [[2.0 ** (e - 127) for e in encoded.key_scales[0].tolist()]]
     for part in ("key_factor", "value_factor"):
         tensor = getattr(encoded, part)
         assert (part in found) == (tensor is not None)
@@ -127,7 +130,8 @@ def test_try_shows_what_the_api_gives(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["fp32", "fp16+sr13", "int8+ef", "mxfp4+as.modelopt", "nvfp4:none", "nvfp4+rank1+hadamard+sr8"]
+    "text",
+    ["fp32", "fp16+sr13", "int8+ef", "mxfp4+as.modelopt", "nvfp4:none", "nvfp4+keyscale+rank1+hadamard+sr8"],
 )
 def test_try_prints_a_line_for_every_number(text):
     output = shown("try", text, *NUMBERS)

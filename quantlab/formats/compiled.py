@@ -69,6 +69,7 @@ def _serves(fmt: Format, x: Tensor, dtype: torch.dtype) -> bool:
     if (
         not plain
         or fmt.error_feedback is not None
+        or fmt.key_scale
         or fmt.component is not None
         or fmt.profile is not None
         or fmt.four_over_six is not None

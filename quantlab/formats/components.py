@@ -74,10 +74,8 @@ def component_shapes(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...]
 
 
 def check_component_shape(name: str, shape: tuple[int, ...], argument: str, text: str) -> None:
-    """InputError unless values of ``shape`` have the component: matrices, and of no smaller dims than its rank."""
+    """InputError unless matrices (..., V, K) have the component: with no smaller dims than its rank."""
     rank = rank_of(name) or 0
-    if len(shape) < 2:
-        raise InputError(argument, shape, f"(..., V, K), a matrix a head, for {text}")
     if min(shape[-2:]) < rank:
         expected = f"at least {rank} value rows and {rank} key columns for {text}"
         raise InputError(argument, shape, expected)

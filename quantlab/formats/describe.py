@@ -59,9 +59,10 @@ def describe(text: str, shape: tuple[int, ...] = (128, 128)) -> list[Section]:
         Section("Arithmetic", tuple(_arithmetic(fmt, explanation))),
     ]
     if fmt.rounded:
-        # Lone numbers are no matrices: where there is a component, what is told is what becomes of its rest.
-        title = "Special inputs" + (" beside the component" if fmt.component else "")
-        sections.append(Section(title, tuple(_specials(dataclasses.replace(fmt, component=None)))))
+        # Lone numbers are no matrices: what is told is what becomes of what a component leaves, scaled by key.
+        inner = dataclasses.replace(fmt, component=None, key_scale=False)
+        title = "Special inputs" + ("" if inner == fmt else " of the codes")
+        sections.append(Section(title, tuple(_specials(inner))))
     sections.append(Section(f"Bits per value at {_shape_text(shape)}", tuple(_bits(fmt, shape))))
     if explanation is not None and explanation.reproduces:
         sections.append(Section("Library", tuple(_library(fmt, explanation))))
@@ -170,6 +171,9 @@ def _arithmetic(fmt: Format, explanation: Explanation | None) -> list[tuple[str,
         lines.append(("rotation", f"{rotation}; signs from seed {fmt.hadamard}; undone after decoding"))
     if fmt.error_feedback is not None:
         lines.append(("error feedback", "x <- x + r, with r the residual of the previous store"))
+    if fmt.key_scale:
+        scale = "2^e in E8M0 for each key column of a head's (V, K) matrix, 2^e <= its largest magnitude < 2^(e + 1)"
+        lines.append(("key scales", f"{scale}; x <- x / 2^e, v <- v 2^e after decoding"))
     symbols = _symbols(fmt, steps)
     if symbols:
         lines.append(("where", symbols))
@@ -183,6 +187,8 @@ def _arithmetic(fmt: Format, explanation: Explanation | None) -> list[tuple[str,
         stored = f"r = {fmt.error_feedback}(x - v), kept for the next store"
         if fmt.component is not None:
             stored = f"r = {fmt.error_feedback}(x + C - (v + C)), kept for the next store"
+        if fmt.key_scale:
+            stored += ", x and v as they are without key scales"
         lines.append(("residual", stored))
     used = [
         f"{name}: {FUNCTIONS[name]}" for name in FUNCTIONS if any(_mentions(step[1], name) for step in steps)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from quantlab.errors import InputError
 from quantlab.formats import fused, rounding, storage
-from quantlab.formats.components import Component, check_component_shape, component_of
+from quantlab.formats.components import Component, component_of
 from quantlab.formats.hadamard import largest_input, rotate
+from quantlab.formats.key_scales import divide_by_scales, key_scales, times_scales
 from quantlab.formats.nvfp4_arithmetic import NO_CODE
 from quantlab.formats.recipe import DividingRecipe, Recipe, Scales
 from quantlab.formats.recipes import recipe_of
@@ -33,6 +34,7 @@ class Format:
     profile: the library whose arithmetic is reproduced bit for bit; None for the canonical recipe.
     scale, floor, four_over_six: how block scales are chosen; None for the default.
     overflow: of an unscaled element, None for its own.  random_bits: None = all 32 of a word.
+    key_scale: whether every key column has a power of two of its own above the other scales (``key_scales``).
     component: "mean" or "rank1" to "rank8", what is stored beside the codes (``components``); None for nothing.  It
     is taken out first and added last: a rotation, scales and rounding, stochastic or not, are those of the rest.
     hadamard: seed of the rotation along the key dim, None for no rotation.
@@ -46,6 +48,7 @@ class Format:
     floor: str | None = None
     four_over_six: str | None = None
     overflow: Overflow | None = None
+    key_scale: bool = False
     component: str | None = None
     hadamard: int | None = None
     rounding: Rounding = Rounding.NEAREST
@@ -88,6 +91,7 @@ class Format:
         text += "" if self.floor is None else f"+floor.{self.floor}"
         text += "" if self.four_over_six is None else f"+4over6{self.four_over_six}"
         text += "" if self.overflow is None else f"+overflow.{self.overflow.value}"
+        text += "+keyscale" if self.key_scale else ""
         text += "" if self.component is None else f"+{self.component}"
         if self.hadamard is not None:
             text += "+hadamard" + (f".{self.hadamard}" if self.hadamard else "")
@@ -144,10 +148,12 @@ class Format:
         aim, component = self._target(admitted, residual), self._component(admitted)
         common = None if component is None else self._rotated(component, aim)
         target = aim if common is None else aim - common
+        by_key = key_scales(target) if self.key_scale else None
+        target = target if by_key is None else divide_by_scales(target, by_key)
         if x.dtype == torch.bfloat16 and target is admitted and self.profile is not None:
             target = x  # one library computes in the dtype of its input
         codes, scales = recipe.encode(target, lambda quotient: self._cast(quotient, random_bits, specials))
-        encoded = Encoded(codes, scales.stored, scales.global_scale)
+        encoded = Encoded(codes, scales.stored, scales.global_scale, key_scales=by_key)
         if component is not None:
             encoded = dataclasses.replace(encoded, key_factor=component.key, value_factor=component.value)
         if self.error_feedback is None:
@@ -193,10 +199,14 @@ class Format:
         target, component = self._target(admitted, residual), self._component(admitted)
         if component is not None:
             target = target - self._rotated(component, target)
+        by_key = key_scales(target) if self.key_scale else None
+        target = target if by_key is None else divide_by_scales(target, by_key)
         scales = recipe.scales(target)
         quotient = recipe.quotient(target, scales)
         values = fused.round_values_(quotient, target, element, self.rounding, random_bits, bits)
-        values = rotate(recipe.decode(values, scales), self.hadamard, inverse=True)
+        values = recipe.decode(values, scales)
+        values = values if by_key is None else times_scales(values, by_key)
+        values = rotate(values, self.hadamard, inverse=True)
         return values if component is None else values + component.decode()
 
     def residual_values(self, residual: "Tensor | Encoded") -> Tensor:
@@ -215,9 +225,9 @@ class Format:
         return storage.unpack(self, packed)
 
     def stored_bits(self, shape: tuple[int, ...]) -> dict[str, int]:
-        """Bits that a (..., V, K) state stores: codes, padding, scales, global scale, component, residual.
+        """Bits that a (..., V, K) state stores: codes, padding, scales, global scale, key scales, component, residual.
 
-        Errors: InputError for a shape without the matrices that a component needs.
+        Errors: InputError for a shape without the matrices that a component or key scales need.
         """
         return storage.stored_bits(self, shape)
 
@@ -235,8 +245,7 @@ class Format:
         if x.dtype not in _INPUT_DTYPES or x.dim() == 0:
             expected = "float32, float64, float16 or bfloat16 of shape (..., K)"
             raise InputError("x", f"{x.dtype} {tuple(x.shape)}", expected)
-        if self.component is not None:
-            check_component_shape(self.component, tuple(x.shape), "x", self.text)
+        storage.check_matrices(self, tuple(x.shape), "x")
         if x.is_meta or x.layout != torch.strided:
             raise InputError("x", f"{x.layout} on {x.device}", "a dense tensor that holds numbers")
         if specials not in SPECIALS:
@@ -311,7 +320,8 @@ class Format:
             return values
         if self.profile is not None and self.row.scaling is Scaling.NVFP4:
             values.masked_fill_(encoded.codes == NO_CODE, torch.nan)
-        return self.recipe.decode(values, Scales(encoded.scales, encoded.global_scale))
+        values = self.recipe.decode(values, Scales(encoded.scales, encoded.global_scale))
+        return values if encoded.key_scales is None else times_scales(values, encoded.key_scales)
 
     def _target(self, x: Tensor, residual: "Tensor | Encoded | None") -> Tensor:
         """What a scaled format stores: x, rotated, plus the error that the previous store left."""

@@ -25,7 +25,7 @@ from quantlab.formats.table import (
 
 MODIFIERS = (
     "+as.<library>", "+scale.<rule>", "+floor.<number>", "+4over6[.mse|.mae|.absmax][.256|.448]",
-    "+overflow.<mode>", "+mean", "+rank<r>", "+hadamard[.<seed>]", "+rz", "+sr[<bits>]", "+ef[.<format>]",
+    "+overflow.<mode>", "+keyscale", "+mean", "+rank<r>", "+hadamard[.<seed>]", "+rz", "+sr[<bits>]", "+ef[.<format>]",
 )  # fmt: skip
 """What may follow a name, in the order of canonical text."""
 
@@ -81,6 +81,7 @@ def choices(row: FormatRow) -> dict[str, list[str]]:
         "floor": [f"+floor.{name}" for name in (DEFAULT_FLOOR, *(f for f in FLOORS if f != DEFAULT_FLOOR))],
         "four over six": ["+4over6", *(f"+4over6.{m}.{s}" for m in METRICS for s in SCALE_MAXIMA)],
         "overflow": [f"+overflow.{mode.value}" for mode in _overflows(row)],
+        "key scales": ["+keyscale"],
         "component": ["+mean", "+rank<r>"],
         "rotation": ["+hadamard", "+hadamard.<seed>"],
         "rounding": ["+rz", "+sr", "+sr<bits>"],
@@ -89,7 +90,7 @@ def choices(row: FormatRow) -> dict[str, list[str]]:
     if not nvfp4:
         del offered["floor"], offered["four over six"]
     if not scaled:
-        del offered["component"], offered["rotation"], offered["error feedback"]
+        del offered["key scales"], offered["component"], offered["rotation"], offered["error feedback"]
     if element.name in ("fp32", "fp64"):
         return {}
     return {kind: texts for kind, texts in offered.items() if texts}
@@ -162,6 +163,12 @@ def _overflows(row: FormatRow) -> list[Overflow]:
     return sorted(element.overflows, key=lambda overflow: overflow is not element.overflow)
 
 
+def _key_scale(text: str, row: FormatRow, argument: str | None) -> dict:
+    if row.scaling is Scaling.NONE or argument is not None:
+        raise InputError("format", text, "+keyscale on a scaled format, without an argument")
+    return {"key_scale": True}
+
+
 def _mean(text: str, row: FormatRow, argument: str | None) -> dict:
     if row.scaling is Scaling.NONE or argument is not None:
         raise InputError("format", text, "+mean on a scaled format, without an argument")
@@ -210,6 +217,7 @@ _PARSERS: dict[str, Callable[[str, FormatRow, str | None], dict]] = {
     "floor": _floor,
     "4over6": _four_over_six,
     "overflow": _overflow,
+    "keyscale": _key_scale,
     "mean": _mean,
     "rank": _rank,
     "hadamard": _hadamard,

@@ -12,6 +12,8 @@ from torch import Tensor
 from quantlab.errors import InputError
 from quantlab.formats.components import DTYPE, check_component_shape, component_shapes
 from quantlab.formats.float_scales import GROUPS
+from quantlab.formats.key_scales import DTYPE as KEY_SCALE_DTYPE
+from quantlab.formats.key_scales import key_scale_shape
 from quantlab.formats.packing import pack_bits, unpack_bits
 from quantlab.formats.table import ELEMENTS, Scaling
 
@@ -32,6 +34,7 @@ class Encoded:
     residual: the error-feedback residual, (..., K) in its own dtype or itself encoded.
     key_factor, value_factor: float16 factors (..., r, K) and (..., V, r) of the component that the codes leave out; of
     a mean the key factor alone, (..., 1, K).
+    key_scales: uint8 E8M0 bytes (..., 1, K), one a key column.
     """
 
     codes: Tensor
@@ -40,6 +43,7 @@ class Encoded:
     residual: "Tensor | Encoded | None" = None
     key_factor: Tensor | None = None
     value_factor: Tensor | None = None
+    key_scales: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,14 @@ class Packed:
     residual: "Tensor | Packed | None" = None
     key_factor: Tensor | None = None
     value_factor: Tensor | None = None
+    key_scales: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """All bytes stored."""
-        parts = (self.codes, self.scales, self.global_scale, self.key_factor, self.value_factor)
-        tensors = [t for t in parts if t is not None]
+        parts = (self.codes, self.scales, self.global_scale)
+        beside = (self.key_factor, self.value_factor, self.key_scales)
+        tensors = [t for t in (*parts, *beside) if t is not None]
         residual = 0 if self.residual is None else self.residual.nbytes
         return sum(tensor.nbytes for tensor in tensors) + residual
 
@@ -76,8 +82,8 @@ def pack(fmt: "Format", encoded: Encoded) -> Packed:
         assert fmt.residual_format is not None
         residual = pack(fmt.residual_format, residual)
     packed = pack_bits(codes, fmt.element.storage_bits)
-    factors = encoded.key_factor, encoded.value_factor
-    return Packed(packed, key_dim, encoded.scales, encoded.global_scale, residual, *factors)
+    beside = encoded.key_factor, encoded.value_factor, encoded.key_scales
+    return Packed(packed, key_dim, encoded.scales, encoded.global_scale, residual, *beside)
 
 
 def unpack(fmt: "Format", packed: Packed) -> Encoded:
@@ -96,8 +102,8 @@ def unpack(fmt: "Format", packed: Packed) -> Encoded:
         if fmt.residual_format is None:
             raise InputError("packed.residual", "Packed", f"no packed residual for {fmt.text}")
         residual = unpack(fmt.residual_format, residual)
-    factors = packed.key_factor, packed.value_factor
-    encoded = Encoded(codes.contiguous(), packed.scales, packed.global_scale, residual, *factors)
+    beside = packed.key_factor, packed.value_factor, packed.key_scales
+    encoded = Encoded(codes.contiguous(), packed.scales, packed.global_scale, residual, *beside)
     check_encoded(fmt, encoded, "packed")
     return encoded
 
@@ -126,13 +132,15 @@ def check_encoded(fmt: "Format", encoded: Encoded, name: str = "encoded", residu
     if scaling is Scaling.NVFP4:
         shared = {"matrix": shape[:-2], "row": shape[:-1], "tensor": ()}.get(fmt.granularity or "")
     _check_part(fmt, f"{name}.global_scale", encoded.global_scale, torch.float32, shared)
+    check_matrices(fmt, shape, f"{name}.codes")
     key: tuple[int, ...] | None = None
     value: tuple[int, ...] | None = None
     if fmt.component is not None:
-        check_component_shape(fmt.component, shape, f"{name}.codes", fmt.text)
         key, value = component_shapes(fmt.component, shape)
     _check_part(fmt, f"{name}.key_factor", encoded.key_factor, DTYPE, key)
     _check_part(fmt, f"{name}.value_factor", encoded.value_factor, DTYPE, value)
+    by_key = key_scale_shape(shape) if fmt.key_scale else None
+    _check_part(fmt, f"{name}.key_scales", encoded.key_scales, KEY_SCALE_DTYPE, by_key)
     if not residual or encoded.residual is None:
         return
     left, name = encoded.residual, f"{name}.residual"
@@ -142,6 +150,16 @@ def check_encoded(fmt: "Format", encoded: Encoded, name: str = "encoded", residu
         return
     check_encoded(fmt.residual_format, left, name)  # type: ignore
     _check_part(fmt, f"{name}.codes", left.codes, _code_dtype(fmt.residual_format), shape)  # type: ignore
+
+
+def check_matrices(fmt: "Format", shape: tuple[int, ...], argument: str) -> None:
+    """InputError unless ``shape`` has the matrices (..., V, K) that a component or key scales need."""
+    if not fmt.key_scale and fmt.component is None:
+        return
+    if len(shape) < 2:
+        raise InputError(argument, shape, f"(..., V, K), a matrix a head, for {fmt.text}")
+    if fmt.component is not None:
+        check_component_shape(fmt.component, shape, argument, fmt.text)
 
 
 def _check_part(
@@ -182,8 +200,10 @@ def stored_bits(fmt: "Format", shape: tuple[int, ...]) -> dict[str, int]:
     if fmt.row.scaling is Scaling.NVFP4:
         counts = {"matrix": math.prod(shape[:-2]), "row": rows, "tensor": 1, "none": 0}
         parts["global scale"] = 32 * counts[fmt.granularity or ""]
+    check_matrices(fmt, tuple(shape), "shape")
+    if fmt.key_scale:
+        parts["key scales"] = 8 * math.prod(key_scale_shape(tuple(shape)))
     if fmt.component is not None:
-        check_component_shape(fmt.component, tuple(shape), "shape", fmt.text)
         factors = component_shapes(fmt.component, tuple(shape))
         parts["component"] = 8 * DTYPE.itemsize * sum(math.prod(factor) for factor in factors if factor)
     if fmt.residual_format is not None:

@@ -9,6 +9,7 @@ from quantlab.errors import InputError
 from quantlab.formats import fused
 from quantlab.formats.describe import scale_values
 from quantlab.formats.format import Format
+from quantlab.formats.mx import decode_scales
 from quantlab.formats.nvfp4_arithmetic import NO_CODE
 from quantlab.formats.random import random_words
 from quantlab.formats.storage import Encoded, Packed
@@ -59,9 +60,10 @@ def try_format(fmt: Format, x: Tensor, seed: int = 0, specials: str = "raise") -
 
 
 def parts(fmt: Format, encoded: Encoded) -> dict[str, Tensor]:
-    """What is stored beside the codes, as numbers: "scales" (V, groups), "global scale", "key factor" (r, K) and
-    "value factor" (V, r), each where there is one.
+    """What is stored beside the codes, as numbers: "scales" (V, groups), "global scale", "key scales" (1, K),
+    "key factor" (r, K) and "value factor" (V, r), each where there is one.
     """
     found = {"scales": scale_values(fmt, encoded), "global scale": encoded.global_scale}
-    found |= {"key factor": encoded.key_factor, "value factor": encoded.value_factor}
+    by_key = None if encoded.key_scales is None else decode_scales(encoded.key_scales)
+    found |= {"key scales": by_key, "key factor": encoded.key_factor, "value factor": encoded.value_factor}
     return {name: values for name, values in found.items() if values is not None}

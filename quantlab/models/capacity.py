@@ -123,7 +123,7 @@ def demand(geometry: Geometry, policy: Policy, speculation: Speculation | None =
 def shares(store: Format, geometry: Geometry) -> dict[str, float]:
     """Which parts of a store's bytes, residual and padding apart, are codes, scales and component."""
     bits = store.stored_bits(_dimensions(geometry))
-    scales = bits.get("scales", 0) + bits.get("global scale", 0)
+    scales = sum(bits.get(part, 0) for part in ("scales", "global scale", "key scales"))
     parts = {"codes": bits["codes"], "scales": scales, "component": bits.get("component", 0)}
     return {name: part / sum(parts.values()) for name, part in parts.items() if part}
 

@@ -14,10 +14,11 @@ def read_op(policy: Policy, family: str) -> str | None:
     copy = policy.read_copy
     if family != "mamba2" or copy is None or copy.name != "nvfp4" or copy.granularity != "matrix":
         return None
-    # A library's global value has its own convention, a rotated copy is not read by a plain product, and beside a
-    # component the codes are not the state; the kernel reads what it is given, without the roundings on the way that
-    # are under study.
-    plain = copy.profile is None and copy.component is None and copy.hadamard is None
+    # A library's global value has its own convention, a rotated copy or one with key scales is not read by a plain
+    # product, and beside a component the codes are not the state; the kernel reads what it is given, without the
+    # roundings on the way that are under study.
+    whole = copy.component is None and not copy.key_scale
+    plain = copy.profile is None and whole and copy.hadamard is None
     exact = policy.options.current == "exact" and not policy.options.sites
     return "dual_read" if plain and exact else None
 

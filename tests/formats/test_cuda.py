@@ -18,7 +18,7 @@ def on_a_gpu(runnable):
 def texts() -> list[str]:
     found = ["nvfp4+4over6", "nvfp4+4over6.mae.448", "nvfp4+as.te+4over6", "nvfp4+as.flashinfer+4over6"]
     found += ["nvfp4+as.fouroversix+4over6", "int8+ef", "int8+ef.int4", "nvfp4+floor.0", "e4m3+overflow.nan"]
-    found += ["nvfp4+rank2", "nvfp4+mean", "int8+rank1+hadamard", "nvfp4+rank2+ef"]
+    found += ["nvfp4+rank2", "nvfp4+mean", "int8+rank1+hadamard", "nvfp4+rank2+ef", "nvfp4+keyscale"]
     for name, row in FORMATS.items():
         found += [name, *(f"{name}+as.{profile}" for profile in profiles_of(row))]
         found += [f"{name}:{granularity}" for granularity in row.granularities[1:]]

@@ -240,15 +240,15 @@ def test_the_rounding_of_the_text_is_in_the_formula():
 def test_a_component_is_told_apart_from_the_codes():
     sections = {section.title: dict(section.lines) for section in describe("nvfp4+rank2", (64, 128))}
     assert "2 largest singular components" in sections["Arithmetic"]["component"]
-    assert sections["Special inputs beside the component"] == next(
+    assert sections["Special inputs of the codes"] == next(
         dict(section.lines) for section in describe("nvfp4") if section.title == "Special inputs"
     )
     assert sections["Bits per value at 64 x 128"]["component"] == "0.75"  # 2 x 16 (64 + 128) / (64 x 128)
     assert "component" not in sections["Options"]
-    assert (
-        "mean of the value rows"
-        in {s.title: dict(s.lines) for s in describe("int8+mean")}["Arithmetic"]["component"]
-    )
+    sections = {section.title: dict(section.lines) for section in describe("int8+mean")}
+    assert "mean of the value rows" in sections["Arithmetic"]["component"]
+    sections = {section.title: dict(section.lines) for section in describe("int8+keyscale")}
+    assert "key column" in sections["Arithmetic"]["key scales"]
 
 
 def test_a_shape_without_sizes_is_refused():

@@ -92,7 +92,7 @@ def test_the_suite_covers_the_table(slow):
 
 
 NOT_SERVED = (
-    *("nvfp4+as.torchao", "nvfp4+4over6", "mxfp4+as.torchao", "nvfp4+rank2", "int8+mean"),
+    *("nvfp4+as.torchao", "nvfp4+4over6", "mxfp4+as.torchao", "nvfp4+rank2", "int8+mean", "nvfp4+keyscale"),
     *("int8+hadamard", "int8+ef", "fp64"),
 )
 

@@ -90,6 +90,8 @@ def test_the_shares_of_a_store():
     assert shares(parse_policy("int8+ef@1").checkpoint, geometry) == {"codes": 128 / 132, "scales": 4 / 132}
     found = shares(parse_policy("int8+rank1@1").checkpoint, geometry)
     assert found == {"codes": 128 / 136, "scales": 4 / 136, "component": 4 / 136}
+    found = shares(parse_policy("int8+keyscale@1").checkpoint, geometry)
+    assert found == {"codes": 128 / 133, "scales": 5 / 133}
 
 
 def test_native_speculation_holds_a_state_a_token_and_replay_one():

@@ -40,6 +40,7 @@ def test_which_policies_have_an_op():
         ("fp32/nvfp4:row@16", "mamba2"),
         ("fp32/nvfp4+rank1@16", "mamba2"),
         ("fp32/nvfp4+mean@16", "mamba2"),
+        ("fp32/nvfp4+keyscale@16", "mamba2"),
         ("fp32/fp8@16", "mamba2"),
         ("nvfp4@16", "mamba2"),
         ("fp32/nvfp4@16:sites=k", "mamba2"),

@@ -33,6 +33,7 @@ STORED = {
     "nvfp4+ef": ELEMENTS // 2 + ELEMENTS // 16 + 4 * 6,
     # beside it two components of 5 + 32 float16 a head, or one row of 32
     "nvfp4+rank2": ELEMENTS // 2 + ELEMENTS // 16 + 4 * 6 + 6 * 2 * 2 * (5 + 32),
+    "nvfp4+keyscale": ELEMENTS // 2 + ELEMENTS // 16 + 4 * 6 + 6 * 32,  # a byte a key column and head
     "nvfp4+mean+ef": ELEMENTS // 2 + ELEMENTS // 16 + 4 * 6 + 6 * 2 * 32,
 }
 RESIDUAL = {"int8+ef": 2 * ELEMENTS, "int8+ef.fp32": 4 * ELEMENTS, "nvfp4+ef": 2 * ELEMENTS}
@@ -41,7 +42,7 @@ ALL = [
     *("fp32@1", "nvfp4@1", "int8+ef@1", "fp32/nvfp4@1:flush_read=copy", "int8+ef.fp32@5", "nvfp4+ef@2"),
     *("fp32@2", "fp32@16", "fp32@16:buffer=bf16", "fp64@4", "fp64@4:buffer=fp16", "fp64/nvfp4@4"),
     *("fp32/nvfp4@2", "fp16+sr/nvfp4@16", "fp8/nvfp4@4:flush_read=copy", "int8+ef/nvfp4@3:buffer=fp16"),
-    *("fp32/nvfp4+rank2@16", "nvfp4+rank2@1", "nvfp4+mean+ef@4"),
+    *("fp32/nvfp4+rank2@16", "nvfp4+rank2@1", "nvfp4+mean+ef@4", "fp16/nvfp4+keyscale@4"),
 ]
 DELTA = [
     *("fp32@4:contents=derived", "fp32/nvfp4@4:contents=derived", "fp32/nvfp4@4:key_read=checkpoint"),

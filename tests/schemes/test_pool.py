@@ -192,6 +192,7 @@ REFUSED = {
     "error feedback": ("int8+ef@1", "mamba2", "a checkpoint of fp32"),
     "a rotated copy": ("fp32/nvfp4+hadamard@4", "mamba2", "a read copy of nvfp4"),
     "a component beside the copy": ("fp32/nvfp4+rank2@4", "mamba2", "a read copy of nvfp4"),
+    "scales of key columns": ("fp32/nvfp4+keyscale@4", "mamba2", "a read copy of nvfp4"),
     "a mean beside the checkpoint": ("int8+mean@4", "mamba2", "a checkpoint of fp32"),
     "a stochastic copy": ("fp32/nvfp4+sr@4", "mamba2", "a read copy of nvfp4"),
     "a global scale a row": ("fp32/nvfp4:row@4", "mamba2", "nvfp4:matrix"),

@@ -20,6 +20,7 @@ POLICIES = [
     "fp32/nvfp4@8:flush=early", "int8+ef@8:flush=early:ef_read=include", "fp8/nvfp4@8:flush=early:flush_read=copy",
     "int8+ef@4:schedule=step", "nvfp4@4:schedule=chunk", "bf16/nvfp4@4:schedule=turn", "int8+ef@4:ef_read=include",
     "fp32@4:sites=gate+q+k.fp16+v+d+state+buffer+output", "fp32/nvfp4+rank2@4", "nvfp4+rank1@1", "nvfp4+mean@4",
+    "fp16+sr/nvfp4+keyscale@4",
 ]  # fmt: skip
 MATRIX_POLICIES = ["fp32@4:dot=bf16", "fp32@4:dot=tf32x3", "fp16@4:sites=decay+dot"]
 DELTA_POLICIES = [

@@ -30,6 +30,7 @@ POLICIES = [
     "fp32/nvfp4+rank2@4",
     "nvfp4+rank1@1",
     "nvfp4+mean+ef@4",
+    "nvfp4+keyscale+ef/nvfp4+keyscale@4",
 ]
 DELTA_POLICIES = [
     "fp32@4:contents=derived",

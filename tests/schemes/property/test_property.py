@@ -37,6 +37,7 @@ POLICIES = (
     "fp16+sr/nvfp4+rank2@4",
     "nvfp4+rank1+sr8@1",
     "int8+mean+ef@4",
+    "nvfp4+keyscale+ef/nvfp4+keyscale@4",
     "fp32@4:sites=gate+q+k.fp16+v+d+state+buffer+output",
 )
 MATRIX_POLICIES = ("fp16@3:dot=bf16:sites=decay",)
