@@ -4,6 +4,7 @@ python experiments/reference_models/mechanism.py --model gated_delta --output re
 
 Of every recurrent layer, on the inputs that it gets under fp32@1:
 rank_one      share of a state's energy in its largest singular component, when "?" is read, by head
+column_spread by head, how many binades the largest key column of a block of 16 lies above the block's median one
 retention     what decay leaves of the asked fact from its write to the recall (KDA: of its key's direction), by head
 decay         quantiles of a token's decay
 read_rank     the least rank that holds 99 % of a state's energy
@@ -37,6 +38,7 @@ from quantlab.schemes import parse_policy, parse_rules, start
 
 DECAY_QUANTILES = (0.05, 0.5, 0.95, 0.99)
 ENERGY = 0.99
+BLOCK = 16
 
 
 def look(model: Any, asked: Questions, policies: list[str]) -> list[dict[str, Any]]:
@@ -61,7 +63,10 @@ def look(model: Any, asked: Questions, policies: list[str]) -> list[dict[str, An
 
 
 def state_facts(stream: Stream, written: Tensor) -> dict[str, Any]:
-    """rank_one, read_rank, retention and decay; written: (batch,) the place of the fact's value in the sequence."""
+    """rank_one, column_spread, read_rank, retention and decay.
+
+    written: (batch,) the place of the fact's value in the sequence.
+    """
     recurrence = get_recurrence(stream.family)
     state = stream.initial.double()
     for inputs in _tokens(stream):
@@ -69,6 +74,8 @@ def state_facts(stream: Stream, written: Tensor) -> dict[str, Any]:
     energy = torch.linalg.svdvals(state).square()
     share = energy / energy.sum(-1, keepdim=True).clamp_min(1e-300)
     rank = (share.cumsum(-1) < ENERGY).sum(-1) + 1
+    columns = state.abs().amax(-2).clamp_min(1e-300)
+    spread = [(b.amax(-1) / b.median(-1).values).log2() for b in columns.split(BLOCK, -1)]
     # Step t of the stream read token t + 1 of the sequence.
     steps = torch.arange(stream.v.shape[0])[:, None]
     after = (steps >= written[None]).double()
@@ -83,6 +90,7 @@ def state_facts(stream: Stream, written: Tensor) -> dict[str, Any]:
     quantiles = torch.quantile(picked, torch.tensor(DECAY_QUANTILES, dtype=torch.float64))
     return {
         "rank_one": share[..., 0].mean(0).tolist(),
+        "column_spread": torch.stack(spread).mean((0, 1)).tolist(),
         "read_rank": rank.double().mean(0).tolist(),
         "retention": kept.median(0).values.tolist(),
         "decay": dict(zip(map(str, DECAY_QUANTILES), quantiles.tolist(), strict=True)),
@@ -154,6 +162,7 @@ def _write(options: argparse.Namespace, known: tuple[str, ...]) -> None:
         write_atomic(path, (json.dumps(found, indent=1) + "\n").encode())
         for row in rows:
             print(f"{name} layer {row['layer']}: rank one", *(f"{x:.2f}" for x in row["rank_one"]))
+            print("  column spread", *(f"{x:.1f}" for x in row["column_spread"]))
             print("  retention", *(f"{x:.3f}" for x in row["retention"]), " decay", row["decay"])
             for policy in chosen:
                 fair = row["progress"].get(policy)

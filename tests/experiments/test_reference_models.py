@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -211,6 +212,18 @@ def test_a_state_that_was_written_along_one_key_has_rank_one():
     assert found["rank_one"] == pytest.approx([1.0] * 2, abs=1e-9)
     assert found["read_rank"] == [1.0, 1.0]
     assert max(mechanism.state_facts(stream, torch.tensor([1, 1, 1]))["rank_one"]) < 0.9
+
+
+def test_the_spread_of_columns_is_that_within_a_block():
+    """Powers of two in the columns of keys pass through to the state: one column in sixteen 2^5 above equal ones."""
+    stream = recorded("mamba2")
+    k = torch.zeros_like(stream.k).index_fill(-1, torch.tensor([3]), 2.0**5)
+    k[k == 0] = 1.0
+    found = mechanism.state_facts(dataclasses.replace(stream, k=k), torch.tensor([1, 1, 1]))
+    blocks = [2.0**5] + [1.0] * (-(-stream.k.shape[-1] // mechanism.BLOCK) - 1)
+    assert found["column_spread"] == pytest.approx(
+        [sum(math.log2(b) for b in blocks) / len(blocks)] * 2, abs=1e-9
+    )
 
 
 def test_errors_and_progress_of_policies():
