@@ -17,6 +17,7 @@ from quantlab.evals.preflight import (
     check_requests,
     check_tasks,
 )
+from quantlab.evals.samples import without_text
 from quantlab.records import check_output_folder, write_atomic
 from quantlab.schemes import Diverged, Policy, PolicyRules
 
@@ -40,7 +41,8 @@ def run_eval(
     ``model``: a folder, "reference:" with a name of ``reference_models()``, or a name of BUILTIN_MODELS.
 
     ``output/<policy file name>/results_<time>.json`` is lm-eval's own results file, with the policy and
-    what it did under "config"; no prompt or answer text is written.  ``data``: local GPQA file for
+    what it did under "config"; ``samples_<task>_<time>.jsonl`` beside it has hashes and scores of every document, as
+    ``quantlab compare`` pairs them; no prompt or answer text is written.  ``data``: local GPQA file for
     quantlab's tasks.  ``seed`` names the random bits of stochastic rounding and the order of the choices.
     ``limit``: first documents only.  ``items``: how many documents the reference models' tasks make.
 
@@ -108,7 +110,7 @@ class Evaluation:
             self._lm.use_policy(policy, seed=self._seed)
 
     def run(self, policy: PolicyRules) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """(record, lm-eval's results without its samples) of one policy; results are None if the state
+        """(record, lm-eval's results, their samples without text) of one policy; results are None if the state
         diverged.
         """
         import lm_eval
@@ -159,15 +161,23 @@ class Evaluation:
         samples = plain.pop("samples", {})
         record["message"] = plain["config"]["warning"]
         record["metrics"] = _metrics(plain, samples)
+        plain["samples"] = {task: [without_text(sample) for sample in rows] for task, rows in samples.items()}
         return record | {"seconds": time.monotonic() - started}, plain
 
 
 def write_results(results: dict[str, Any], folder: Path) -> Path:
-    """lm-eval's results file in ``folder``, under lm-eval's own kind of name, all or nothing."""
+    """lm-eval's results file in ``folder`` and a samples file a task, under lm-eval's own kind of names.
+
+    Each is written whole or not at all, the results last: where they are, the samples are.
+    """
     stamp = time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime()) + f".{time.time_ns() % 10**9 // 1000:06d}"
     folder.mkdir(parents=True, exist_ok=True)
+    for task, samples in results.get("samples", {}).items():
+        lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+        write_atomic(folder / f"samples_{task}_{stamp}.jsonl", lines.encode())
     path = folder / f"results_{stamp}.json"
-    write_atomic(path, json.dumps(results, indent=2, ensure_ascii=False).encode())
+    plain = {name: value for name, value in results.items() if name != "samples"}
+    write_atomic(path, json.dumps(plain, indent=2, ensure_ascii=False).encode())
     return path
 
 
@@ -224,7 +234,7 @@ def _portable(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _document(task: str, sample: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"task": task, "hash": sample["doc_hash"]}
+    found: dict[str, Any] = {"task": task, "hash": sample["doc_hash"], "doc_id": sample["doc_id"]}
     answers = sample["filtered_resps"]
     if all(isinstance(answer, list) and len(answer) == 2 for answer in answers):
         found["loglikelihoods"] = [float(answer[0]) for answer in answers]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from quantlab import __version__, cli_bench, cli_capture, cli_drift
+from quantlab import __version__, cli_bench, cli_capture, cli_compare, cli_drift
 from quantlab.cli_claims import claims_app
 from quantlab.cli_errors import CommandLineError, discard_output, flush_output, is_help, usage_text
 from quantlab.cli_formats import formats_app
@@ -196,6 +196,7 @@ def evaluate(
     typer.echo(f"lm-eval results: {output}")
 
 
+app.command(epilog=cli_compare.EPILOG)(cli_compare.compare)
 app.command(
     epilog=_example("predict fp32/nvfp4@16 nvfp4@1 --alpha 0.999")
     + "\n\n"

@@ -124,30 +124,27 @@ def reach(
     n, k = before.shape
     differences = after.mean(1) - before.mean(1)
     known = n > 1 and (k > 1 or (controls is not None and np.size(controls) > 0))
-    repeats = None
-    if known:
-        variance = estimate_variance(before, after, controls).shown
-        repeats = repeats_needed(effect, variance, n, level, power)
+    few = carriers(differences) < FEWEST_CARRIERS
     if is_one_answer(before, after):
         rate = float((differences != 0).mean())
-        return Reach(
-            minimum_detectable_effect(n, rate, level, power),
-            effect,
-            repeats,
-            known,
-            # A flip rate below the effect is impossible once the effect is there.
-            questions_needed(effect, max(rate, effect) - effect * effect, level, power),
-        )
-    spread = n * augmented_mean(differences)[1] ** 2
-    detectable, questions = math.inf, None
-    if n > 1:
+        detectable = minimum_detectable_effect(n, rate, level, power)
+        # A flip rate below the effect is impossible once the effect is there.
+        questions = questions_needed(effect, max(rate, effect) - effect * effect, level, power)
+    else:
+        spread = n * augmented_mean(differences)[1] ** 2
         detectable = clustered_detectable_effect(spread, n, level, power)
         questions = questions_needed(effect, spread, level, power) if spread else None
-    if carriers(differences) < FEWEST_CARRIERS:
-        # As in the interval: the variance is not known, and a loss of whole questions may have gone unseen.
-        detectable = max(detectable, minimum_detectable_effect(n, 0.0, level, power))
-        repeats, unseen = None, _questions_without_flips(effect, level, power)
-        questions = None if unseen is None else max(unseen, questions or 0)
+        if few:
+            # As in the interval: the variance is not known, and a loss of whole questions may have gone unseen.
+            detectable = max(detectable, minimum_detectable_effect(n, 0.0, level, power))
+            unseen = _questions_without_flips(effect, level, power)
+            questions = None if unseen is None else max(unseen, questions or 0)
+    repeats = None
+    if known and not few:
+        repeats = repeats_needed(effect, estimate_variance(before, after, controls).shown, n, level, power)
+        if repeats is not None and detectable > effect:
+            # The exact test of single answers asks for more than the t test that repeats would allow.
+            repeats = max(repeats, k + 1)
     return Reach(detectable, effect, repeats, known, questions)
 
 
