@@ -4,7 +4,6 @@ Imports no torch.  One answer a question: exact McNemar, Tango's interval.  Seve
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import numpy as np
