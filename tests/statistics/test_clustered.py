@@ -35,7 +35,7 @@ def test_many_questions_give_the_t_interval():
     low, high = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
     found = clustered_interval(differences)
     assert found.mean == pytest.approx(differences.mean())
-    # For normal d the added question has d^2 = 3 s^2: 3 / (2 * 5000) of the width; the mean moves by 1 / 5001 of itself.
+    # For normal d the added question has d^2 = 3 s^2: 3 / (2 * 5000) of the width; the mean moves by 1 / 5001.
     assert (found.low, found.high) == pytest.approx((low, high), abs=1e-3 * (high - low))
 
 
