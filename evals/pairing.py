@@ -83,9 +83,9 @@ def pair(base: Answers, candidate: Answers, *, allow_missing: bool = False, cont
                 who, path, f"the base's prompts; {name} differs in {unlike} of {len(shared)} documents"
             )
     if base.repeats != candidate.repeats:
-        raise InputError(
-            who, path, f"{base.repeats} repeats a document as in the base, not {candidate.repeats}"
-        )
+        answers = "1 answer" if base.repeats == 1 else f"{base.repeats} answers"
+        expected = f"{answers} a document as in the base, not {candidate.repeats}"
+        raise InputError(who, path, expected)
     return Pairs(
         base, candidate, base_rows, candidate_rows, missing, _remarks(base, candidate, missing, control)
     )
@@ -194,7 +194,8 @@ def _check_documents(
 def _remarks(base: Answers, candidate: Answers, missing: int, control: bool) -> list[str]:
     found = []
     if missing:
-        found.append(f"{missing} documents that only one of the two runs has are left out")
+        documents, verb = ("document", "is") if missing == 1 else ("documents", "are")
+        found.append(f"{missing} {documents} that only one of the two runs has {verb} left out")
     for answers in dict.fromkeys((base.run.path, candidate.run.path)):
         run = base.run if answers == base.run.path else candidate.run
         if run.results is None:
@@ -222,6 +223,9 @@ def _name(run: Any) -> str:
 
 
 def _unseeded(arguments: Any) -> Any:
+    """Generation settings but for the seed of sampling; lm-eval takes them as a table or as name=value,..."""
+    if isinstance(arguments, str):
+        return ",".join(part for part in arguments.split(",") if not part.strip().startswith("seed=")) or None
     if isinstance(arguments, dict):
         return {name: value for name, value in arguments.items() if name != "seed"} or None
     return arguments or None

@@ -79,7 +79,8 @@ def read_runs(path: str | Path, task: str | None = None) -> dict[str, TaskRun]:
         raise InputError("run", str(path), _EXPECTED)
     for name, runs in found.items():
         if len(runs) > 1:
-            several = "; ".join(str(run.source) for run in runs[:4]) + (" ..." if len(runs) > 4 else "")
+            listed = [f"{run.source} ({run.policy})" if run.policy else str(run.source) for run in runs[:4]]
+            several = "; ".join(listed) + (" ..." if len(runs) > 4 else "")
             raise InputError(
                 "run", str(path), f"one run of {name}, there are {len(runs)}; give one of: {several}"
             )
@@ -171,7 +172,10 @@ def _lines(file: Path) -> list[dict[str, Any]]:
                 document = json.loads(line)
                 if not isinstance(document, dict):
                     raise InputError("samples", str(file), f"a JSON object in line {number}")
-                documents.append(document)
+                # The longest parts, which nothing here reads.
+                documents.append(
+                    {name: document[name] for name in document if name not in ("doc", "arguments")}
+                )
     except (ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise

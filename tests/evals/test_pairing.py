@@ -65,6 +65,7 @@ def test_seeds_of_sampling_and_addresses_of_functions_do_not_matter(tmp_path):
                 quiz([1, 0]),
                 model=f"m{i}",
                 generation_kwargs={"temperature": 1.0, "seed": i, "stop": f"<function f at 0x7f{i}a>"},
+                gen_kwargs=f"temperature=1.0,seed={i}",
                 fewshot_seed=i,
             )
         )
@@ -124,7 +125,7 @@ def test_missing_documents_are_counted_and_may_be_allowed(tmp_path, base):
 
 def test_another_number_of_repeats(tmp_path, base):
     other = answers(write_run(tmp_path / "other", quiz([[1, 1]] * 4), model="other"))
-    with pytest.raises(InputError, match="1 repeats a document as in the base, not 2"):
+    with pytest.raises(InputError, match="1 answer a document as in the base, not 2"):
         pair(base, other)
 
 

@@ -29,8 +29,16 @@ def test_an_evaluation_writes_lm_evals_results_with_the_policy_inside(folder, ta
     assert names == ["fp32--nvfp4@16", "fp32@1", "nvfp4@1"]
     for record, policy in zip(records, policies, strict=True):
         assert record["status"] == "ok"
-        (file,) = (tmp_path / "out" / policy.replace("/", "--")).iterdir()
-        text = file.read_text()
+        file, samples = sorted((tmp_path / "out" / policy.replace("/", "--")).iterdir())
+        assert samples.name == file.name.replace("results_", f"samples_{TASK}_").replace(".json", ".jsonl")
+        text, lines = file.read_text(), samples.read_text()
+        documents = [json.loads(line) for line in lines.splitlines()]
+        scored = [pair[0] for document in documents for pair in document["filtered_resps"]]
+        assert scored == loglikelihoods(record)
+        assert {key for document in documents for key in document} == {
+            *("doc_id", "doc_hash", "prompt_hash", "target_hash"),
+            *("filter", "metrics", "acc", "filtered_resps"),
+        }
         results = json.loads(text)
         config = results["config"]
         assert config["policy"] == policy == record["point"]["policy"]
@@ -40,7 +48,7 @@ def test_an_evaluation_writes_lm_evals_results_with_the_policy_inside(folder, ta
         assert all(set(layers) == {"0", "1"} for layers in config["op_hits"].values())
         assert results["results"][TASK]["acc,none"] == record["metrics"]["tasks"][TASK]["acc"]
         assert record["metrics"]["tasks"][TASK]["n"] == 3
-        assert "Ostrelle" not in text  # no question text on disk
+        assert "Ostrelle" not in text + lines  # no question text on disk
         assert "Ostrelle" not in json.dumps(record)
     exact, dual, rounded = map(loglikelihoods, records)
     assert len(exact) == 12
@@ -59,7 +67,7 @@ def test_rules_for_layers_are_a_policy_too(folder, table, tmp_path):
     assert record["point"]["policy"] == "fp32@1; layers 1: nvfp4@1"
     (written,) = (tmp_path / "out").iterdir()
     assert written.name.startswith("mixed-")
-    (file,) = written.iterdir()
+    (file,) = written.glob("results_*.json")
     config = json.loads(file.read_text())["config"]
     assert config["coverage"] == {"0": {"fp32@1": 1.0}, "1": {"nvfp4@1": 1.0}}
     assert config["touched"] == {"0": 1.0, "1": 1.0}
