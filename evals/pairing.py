@@ -202,6 +202,9 @@ def _remarks(base: Answers, candidate: Answers, missing: int, control: bool) -> 
             found.append(
                 f"{answers}: no results file beside the samples, so version, template and scoring are unknown"
             )
+    if None not in (base.run.policy, candidate.run.policy) and base.run.model != candidate.run.model:
+        # Both policy and model differ: the difference is not the policy's.
+        found.append(f"another model than the base: {base.run.model} / {candidate.run.model}")
     ours, theirs = base.run.results or {}, candidate.run.results or {}
     for name in ("lm_eval_version", "transformers_version", "model_dtype"):
         before, after = (

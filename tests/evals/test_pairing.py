@@ -177,6 +177,14 @@ def test_versions_of_libraries_are_a_remark(tmp_path):
     assert pair(*runs).remarks == ["transformers_version differs: 5.17.0 / 5.24.0"]
 
 
+def test_another_model_under_another_policy_is_a_remark(tmp_path):
+    runs = [
+        answers(write_run(tmp_path / name, quiz([1]), model=name, policy=policy))
+        for name, policy in (("one", "fp32@1"), ("two", "nvfp4@1"))
+    ]
+    assert pair(*runs).remarks == ["another model than the base: one / two"]
+
+
 def test_loglikelihoods_of_paired_documents(tmp_path):
     def run(name, shift, choices=2):
         pairs = [[str(-1.0 - c - shift), "False"] for c in range(choices)]
