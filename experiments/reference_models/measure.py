@@ -45,6 +45,9 @@ POLICIES = (
     "fp8_e4m3+sr/nvfp4@16",
     "fp32/fp8_e4m3@16",
     "fp32/int8@16",
+    "nvfp4+keyscale@1",
+    "nvfp4+keyscale@16",
+    "fp32/nvfp4+keyscale@16",
 )
 LEVELS = {
     "152": (Level(), 2000),

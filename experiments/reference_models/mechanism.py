@@ -1,21 +1,30 @@
-"""Why a policy costs what it costs: what the states of a reference model look like when a fact is recalled.
+"""Why a policy costs what it costs: what the states of a reference model hold of a fact when it is asked for.
 
 python experiments/reference_models/mechanism.py --model gated_delta --output results/reference_models
 
-Of every recurrent layer, on the inputs that it gets under fp32@1:
-rank_one      share of a state's energy in its largest singular component, when "?" is read, by head
-column_spread by head, how many binades the largest key column of a block of 16 lies above the block's median one
-retention     what decay leaves of the asked fact from its write to the recall (KDA: of its key's direction), by head
-decay         quantiles of a token's decay
+Of every recurrent layer, on the inputs that it gets under fp32@1, by head:
+rank_one      share of a state's energy in its largest singular component, when "?" is read
+column_spread how many binades the largest key column of a block of 16 lies above the block's median one
 read_rank     the least rank that holds 99 % of a state's energy
-output_error  of the layer's outputs at the recall, each layer alone under the policy, relative to their size
-progress      <what a store changed, what it was to change> / <that, itself>, over all stores: 1 if rounding is fair,
-              less if it swallows updates (stagnation)
+retention     what decay leaves of the asked fact from its write to the recall (KDA: of its key's direction)
+share         the fact's share of the state: each question is asked twice, the fact's value changed in between, and
+              the difference of the two states is what a state holds of the fact; size of that over size of the state
+said          the same of the output that is read at "?"
+decay         quantiles of a token's decay over all heads
+and of every policy, each layer alone under it:
+error         of the outputs at "?" against the unrounded recurrence, over the size of what the fact changes in them
+spread        the same without what is common to all questions, which a model may be blind to
+kept          share of the fact that the outputs still tell: the difference of the two outputs, projected on the same
+              difference of the unrounded recurrence; beyond 1 where rounding to nearest swallows the decay of what a
+              state holds (stagnation)
+``of_fact`` is all three over the heads together, so that those count that hold the fact.
 """
 
 import argparse
-import json
+import math
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +35,13 @@ import torch
 from torch import Tensor
 
 from experiments.reference_models.arguments import one_line_errors, positive
-from experiments.reference_models.measure import BASELINE, POLICIES, applies
+from experiments.reference_models.measure import POLICIES, applies
 from quantlab.drift import Stream
 from quantlab.evals.state_recall import Level, Questions, questions
 from quantlab.models import capture
 from quantlab.models.reference import reference_folder, reference_models
-from quantlab.records import check_output_folder, write_atomic
+from quantlab.models.reference import vocabulary as v
+from quantlab.records import check_output_folder, complete_record, record_path, save_record
 from quantlab.recurrences import StepInputs, get_recurrence
 from quantlab.recurrences.base import DecayAxis, expand_groups
 from quantlab.schemes import parse_policy, parse_rules, start
@@ -39,44 +49,79 @@ from quantlab.schemes import parse_policy, parse_rules, start
 DECAY_QUANTILES = (0.05, 0.5, 0.95, 0.99)
 ENERGY = 0.99
 BLOCK = 16
+ITEMS_SEED = 1
+BEYOND = 1e6
+"""A ratio to something below the rounding of the reference itself."""
+OTHER_VALUE = len(v.VALUES) // 2
+"""How far the value stands from the one in whose place it is put."""
 
 
-def look(model: Any, asked: Questions, policies: list[str]) -> list[dict[str, Any]]:
-    """One row a recurrent layer; ``asked``: one question a sequence."""
-    tokens, recall = asked.tokens, int(asked.recall[0, 0])
-    streams = capture(model, torch.from_numpy(tokens[:, : recall + 1]), prefill=1, steps=recall)
+@dataclass(frozen=True)
+class Layer:
+    """A recurrent layer on questions asked twice: facts by name; outputs (batch, heads, value_dim) at "?", float64."""
+
+    number: int
+    stream: Stream
+    facts: dict[str, Any]
+    outputs: Tensor
+
+
+def look(model: Any, asked: Questions) -> list[Layer]:
+    """The recurrent layers; ``asked``: one question a sequence."""
+    tokens, recall = torch.from_numpy(asked.tokens), int(asked.recall[0, 0])
     # The key and the value of a fact stand beside each other, and its key once before the question.
-    keys = torch.from_numpy(tokens)
-    named = keys[:, recall - 1 : recall]
-    written = (keys[:, : recall - 1] == named).float().argmax(1) + 1
-    rows = []
-    for layer, stream in streams.items():
-        row = {"layer": layer, "family": stream.family} | state_facts(stream, written)
-        row["output_error"] = {policy: output_error(stream, policy) for policy in policies}
-        row["progress"] = {
-            policy: progress(stream, policy)
-            for policy in policies
-            if parse_policy(policy).checkpoint.rounded and parse_policy(policy).window == 1
-        }
-        rows.append(row)
-    return rows
+    written = (tokens[:, : recall - 1] == tokens[:, recall - 1 : recall]).float().argmax(1) + 1
+    both = torch.cat([tokens, _another_value(tokens, written)])
+    found = []
+    for number, stream in capture(model, both[:, : recall + 1], prefill=1, steps=recall).items():
+        state, outputs = exact(stream)
+        facts = {"layer": number, "family": stream.family} | state_facts(stream, state, written)
+        facts |= {"share": _size(_halves(state)) / _size(state)}
+        facts |= {"said": _size(_halves(outputs)) / _size(outputs)}
+        found.append(Layer(number, stream, facts, outputs))
+    return found
 
 
-def state_facts(stream: Stream, written: Tensor) -> dict[str, Any]:
+def _another_value(tokens: Tensor, written: Tensor) -> Tensor:
+    """The sequences with another value at place ``written`` (batch,)."""
+    rows, first, changed = torch.arange(len(tokens)), v.token("v00"), tokens.clone()
+    value = tokens[rows, written] - first
+    changed[rows, written] = first + (value + OTHER_VALUE) % len(v.VALUES)
+    return changed
+
+
+def _halves(x: Tensor) -> Tensor:
+    """The difference that the value makes."""
+    one, other = x.chunk(2)
+    return one - other
+
+
+def _size(x: Tensor) -> Tensor:
+    """Root mean square by head of x (batch, heads, ...)."""
+    return x.transpose(0, 1).flatten(1).square().mean(1).sqrt()
+
+
+def exact(stream: Stream) -> tuple[Tensor, Tensor]:
+    """State and outputs of the last token, in float64."""
+    recurrence, state, output = get_recurrence(stream.family), stream.initial.double(), torch.empty(0)
+    for inputs in _tokens(stream):
+        state, output = recurrence.step(state, inputs.to(torch.float64), None)
+    return state, output
+
+
+def state_facts(stream: Stream, state: Tensor, written: Tensor) -> dict[str, Any]:
     """rank_one, column_spread, read_rank, retention and decay.
 
-    written: (batch,) the place of the fact's value in the sequence.
+    state: at the last token; written: the place of the fact's value in each question, half as many as sequences.
     """
     recurrence = get_recurrence(stream.family)
-    state = stream.initial.double()
-    for inputs in _tokens(stream):
-        state, _ = recurrence.step(state, inputs.to(torch.float64), None)
     energy = torch.linalg.svdvals(state).square()
     share = energy / energy.sum(-1, keepdim=True).clamp_min(1e-300)
     rank = (share.cumsum(-1) < ENERGY).sum(-1) + 1
     columns = state.abs().amax(-2).clamp_min(1e-300)
-    spread = [(b.amax(-1) / b.median(-1).values).log2() for b in columns.split(BLOCK, -1)]
+    spread = [(block.amax(-1) / block.median(-1).values).log2() for block in columns.split(BLOCK, -1)]
     # Step t of the stream read token t + 1 of the sequence.
+    written = written.repeat(2)
     steps = torch.arange(stream.v.shape[0])[:, None]
     after = (steps >= written[None]).double()
     log_decay = stream.log_decay.double()
@@ -89,47 +134,59 @@ def state_facts(stream: Stream, written: Tensor) -> dict[str, Any]:
     picked = decay[:: max(1, len(decay) // 10**6)]  # torch.quantile takes 16 million numbers at most
     quantiles = torch.quantile(picked, torch.tensor(DECAY_QUANTILES, dtype=torch.float64))
     return {
-        "rank_one": share[..., 0].mean(0).tolist(),
-        "column_spread": torch.stack(spread).mean((0, 1)).tolist(),
-        "read_rank": rank.double().mean(0).tolist(),
-        "retention": kept.median(0).values.tolist(),
+        "rank_one": share[..., 0].mean(0),
+        "column_spread": torch.stack(spread).mean((0, 1)),
+        "read_rank": rank.double().mean(0),
+        "retention": kept.median(0).values,
         "decay": dict(zip(map(str, DECAY_QUANTILES), quantiles.tolist(), strict=True)),
     }
 
 
-def output_error(stream: Stream, policy: str) -> float:
-    """Of the outputs of the last token, pooled over sequences and heads, against the unrounded recurrence."""
-    recurrence, exact = get_recurrence(stream.family), stream.initial.double()
-    held, expected, found = _start(stream, policy), torch.empty(0), torch.empty(0)
+def fact_in_outputs(stream: Stream, policy: str, expected: Tensor) -> dict[str, Any]:
+    """error, spread and kept of ``policy``, by head and over all; expected: outputs (batch, heads, value_dim)."""
+    held, found = _start(stream, policy), torch.empty(0)
     for inputs in _tokens(stream):
-        exact, expected = recurrence.step(exact, inputs.to(torch.float64), None)
         found = held.step(inputs)
-    return float((found.double() - expected).norm() / expected.norm())
-
-
-def progress(stream: Stream, policy: str) -> float:
-    """Of a policy that stores every token."""
-    recurrence, held = get_recurrence(stream.family), _start(stream, policy)
-    along = whole = 0.0
-    before = held.materialize().double()
-    for inputs in _tokens(stream):
-        wanted = recurrence.step(before, inputs.to(torch.float64), None)[0] - before
-        held.step(inputs)
-        after = held.materialize().double()
-        along += float(((after - before) * wanted).sum())
-        whole += float(wanted.square().sum())
-        before = after
-    return along / whole
+    told, tells = _halves(expected), _halves(found.double())
+    error = found.double() - expected
+    spread = error - error.mean(0, keepdim=True)
+    size, along = told.square().sum((0, 2)) / len(told), (tells * told).sum((0, 2)) / len(told)
+    errors, spreads = (x.square().sum((0, 2)) / len(x) for x in (error, spread))
+    rows = {
+        "error": (errors / size).sqrt(),
+        "spread": (spreads / size).sqrt(),
+        "kept": along / size,
+    }
+    together = {
+        "error": (errors.sum() / size.sum()).sqrt(),
+        "spread": (spreads.sum() / size.sum()).sqrt(),
+        "kept": along.sum() / size.sum(),
+    }
+    return rows | {"of_fact": together}
 
 
 def _start(stream: Stream, policy: str) -> Any:
-    return start(policy, stream.family, stream.initial, key_heads=stream.k.shape[2])
+    # A question draws the same random bits whichever value it holds.
+    names = torch.arange(len(stream.initial) // 2).repeat(2)
+    return start(policy, stream.family, stream.initial, key_heads=stream.k.shape[2], sequence_ids=names)
 
 
 def _tokens(stream: Stream) -> Any:
     for t in range(stream.v.shape[0]):
         beta = None if stream.beta is None else stream.beta[t]
         yield StepInputs(stream.q[t], stream.k[t], stream.v[t], stream.log_decay[t], beta)
+
+
+def _plain(row: Any) -> Any:
+    """Tensors as numbers; what no float32 can tell from nothing is None."""
+    if isinstance(row, dict):
+        return {name: _plain(value) for name, value in row.items()}
+    if not isinstance(row, Tensor):
+        return row
+    numbers = [
+        float(f"{x:.6g}") if math.isfinite(x) and abs(x) < BEYOND else None for x in row.flatten().tolist()
+    ]
+    return numbers if row.ndim else numbers[0]
 
 
 def main() -> None:
@@ -148,26 +205,52 @@ def main() -> None:
 def _write(options: argparse.Namespace, known: tuple[str, ...]) -> None:
     from transformers import AutoModelForCausalLM
 
+    from quantlab.sweep.environment import capture_environment
+
     torch.set_num_threads(1)
-    policies = options.policy or [policy for policy in POLICIES if policy != BASELINE]
+    policies = options.policy or list(POLICIES)
     for policy in policies:
         parse_policy(policy)
-    check_output_folder(options.output)
+    folder = options.output / "mechanism"
+    check_output_folder(folder)
+    environment = capture_environment(1)
     for name in options.model or known:
         model = AutoModelForCausalLM.from_pretrained(reference_folder(name)).eval()
-        chosen = [policy for policy in policies if applies(model, parse_rules(policy))]
-        rows = look(model, questions(Level(), options.items, 1), chosen)
-        path = options.output / f"mechanism-{name}.json"
-        found = {"model": name, "items": options.items, "level": vars(Level()), "layers": rows}
-        write_atomic(path, (json.dumps(found, indent=1) + "\n").encode())
-        for row in rows:
-            print(f"{name} layer {row['layer']}: rank one", *(f"{x:.2f}" for x in row["rank_one"]))
-            print("  column spread", *(f"{x:.1f}" for x in row["column_spread"]))
-            print("  retention", *(f"{x:.3f}" for x in row["retention"]), " decay", row["decay"])
-            for policy in chosen:
-                fair = row["progress"].get(policy)
-                fair = "" if fair is None else f", progress {fair:.3f}"
-                print(f"  {policy:<34} output error {row['output_error'][policy]:.4f}{fair}")
+        layers: list[Layer] = []
+        for policy in policies:
+            if not applies(model, parse_rules(policy)):
+                continue
+            point = {
+                "kind": "mechanism",
+                "model": name,
+                "level": vars(Level()),
+                "policy": str(parse_policy(policy)),
+            }
+            point |= {"items": options.items, "items_seed": ITEMS_SEED}
+            if record_path(folder, point).exists():
+                continue
+            if not layers:
+                layers = look(model, questions(Level(), options.items, ITEMS_SEED))
+                _print_facts(name, layers)
+            start, rows = time.monotonic(), []
+            for layer in layers:
+                found = fact_in_outputs(layer.stream, policy, layer.outputs)
+                rows.append(_plain(layer.facts | found))
+                shown = (f"{what} {value:.2f}" for what, value in found["of_fact"].items())
+                print(f"{name} layer {layer.number}  {policy:<34}", *shown, flush=True)
+            seconds = time.monotonic() - start
+            result = {"metrics": {"layers": rows}}
+            save_record(folder, complete_record(point, result, environment=environment, seconds=seconds))
+
+
+def _print_facts(name: str, layers: list[Layer]) -> None:
+    for layer in layers:
+        for what in ("rank_one", "column_spread", "read_rank", "retention", "share", "said"):
+            print(
+                f"{name} layer {layer.number}  {what:<13}", *(f"{x:.4f}" for x in layer.facts[what].tolist())
+            )
+        decay = (f"{quantile}: {x:.4f}" for quantile, x in layer.facts["decay"].items())
+        print(f"{name} layer {layer.number}  decay        ", *decay)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from quantlab.errors import InputError, unknown_name
 from quantlab.records.writing import write_atomic
 
 SCHEMA_VERSION = 1
-KINDS = ("drift", "closed_loop", "eval", "recall", "scan", "bench", "decode_step")
+KINDS = ("drift", "closed_loop", "eval", "recall", "mechanism", "scan", "bench", "decode_step")
 STATUSES = ("ok", "diverged", "not_exercised", "not_served", "comparison_failed", "failed")
 FIELDS = (
     "schema_version",
@@ -63,6 +63,12 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
         "questions": "state recall, made from level and seed",
         "scoring": "every token through the decode state; letter: likeliest of 4, value: likeliest of 64",
         "pairing": "by number of the question",
+    },
+    "mechanism": {
+        "version": 1,
+        "inputs": "of each recurrent layer under fp32@1; each layer alone under a policy",
+        "fact": "difference of two runs that differ in the asked fact's value, at the token that asks for it",
+        "reference": "the unrounded recurrence in float64",
     },
     "scan": {"version": 1, "reference": "the trained recurrence in float64 on the same inputs"},
     "bench": {
