@@ -1,6 +1,7 @@
 """The shipped reference models: stock transformers loads them, and they do what their cards say."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from quantlab.models.reference import reference_folder, reference_models
 from quantlab.models.reference import vocabulary as v
 
 LARGEST = 6_000_000
+GREEDY = Path(__file__).parents[1] / "data" / "reference_greedy.json"
 NAMES = reference_models()
 
 
@@ -97,6 +99,29 @@ def test_arithmetic_is_done_on_the_pad_under_the_baseline_policy(name, load):
             torch.from_numpy(prompts), max_new_tokens=rest.shape[1], do_sample=False, eos_token_id=None
         )[:, prompts.shape[1] :]
     assert (written[:, -2].numpy() == rest[:, -2]).mean() >= 0.75
+
+
+@pytest.mark.parametrize("implementation", ["torch", "cuda"])
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_text_is_the_same_in_every_release_and_on_every_device(name, implementation, runnable):
+    """Written down with transformers 5.24 on a CPU.  The two likeliest words are .0025 apart or more at each of the 40
+    tokens, and logits of these sizes (20) err by 1e-4 in float32.
+    """
+    written = json.loads(GREEDY.read_text())
+    device = "cuda" if runnable(implementation) == "cuda" else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(reference_folder(name)).eval().to(device)
+    tokenizer = AutoTokenizer.from_pretrained(reference_folder(name))
+    for prompt, expected in zip(written["prompts"], written["texts"][name], strict=True):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=40,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=model.config.pad_token_id,
+        )
+        assert tokenizer.decode(found[0, ids.shape[1] :]) == expected
 
 
 def test_a_name_that_is_none():
