@@ -7,13 +7,43 @@ The task files name their functions through this module, so that plain ``lm_eval
 
 from pathlib import Path
 
-from quantlab.evals.gpqa import dataset
+from quantlab.evals.benchmarks import aime, gsm8k, mmlu_pro
+from quantlab.evals.generation_metrics import aime_results, ends, letter_results, number_results, total
+from quantlab.evals.gpqa import gpqa
+from quantlab.evals.prompts import (
+    aime_question,
+    choice_question,
+    number_question,
+    scored_letters,
+    scored_question,
+)
 from quantlab.evals.reference_tasks import arithmetic, state_recall, text
 
 MODEL_NAME = "quantlab"
 TASK_FOLDER = Path(__file__).resolve().parent / "tasks"
 
-__all__ = ["MODEL_NAME", "TASK_FOLDER", "arithmetic", "dataset", "register", "state_recall", "text"]
+__all__ = [
+    "MODEL_NAME",
+    "TASK_FOLDER",
+    "aime",
+    "aime_question",
+    "aime_results",
+    "arithmetic",
+    "choice_question",
+    "ends",
+    "gpqa",
+    "gsm8k",
+    "letter_results",
+    "mmlu_pro",
+    "number_question",
+    "number_results",
+    "register",
+    "scored_letters",
+    "scored_question",
+    "state_recall",
+    "text",
+    "total",
+]
 
 
 def register() -> None:

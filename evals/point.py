@@ -3,14 +3,16 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import fields
 from typing import Any
 
 from quantlab.errors import InputError
-from quantlab.evals.gpqa import read_rows
-from quantlab.evals.preflight import check_model, check_policies, check_tasks, needs_data, own_tasks
+from quantlab.evals.preflight import check_data, check_model, check_policies, check_tasks, own_tasks
 from quantlab.evals.run import Evaluation, model_folder
+from quantlab.evals.task_settings import Sampling
 
 _DEFAULTS = {"data": None, "batch_size": 32, "limit": None, "seed": 0, "scoring": "decode", "items": None}
+_SAMPLING = tuple(field.name for field in fields(Sampling))
 
 
 def check_points(points: list[dict[str, Any]]) -> None:
@@ -19,13 +21,10 @@ def check_points(points: list[dict[str, Any]]) -> None:
     lm-eval is asked only about tasks that are not quantlab's own: its index takes a quarter of a minute.
     """
     options = _DEFAULTS | points[0]
-    asking = needs_data(options["tasks"])
     if not set(options["tasks"]) <= own_tasks():
         check_tasks(options["tasks"], options["data"], options["seed"])
-    elif asking and options["data"] is None:
-        raise InputError("data", None, f"a local GPQA file for {', '.join(asking)}")
-    elif options["data"] is not None:
-        read_rows(options["data"])
+    else:
+        check_data(options["tasks"], options["data"], options["seed"])
     check_model(options["model"])
 
 
@@ -35,10 +34,11 @@ def run_points(
     """Yield (point, record without environment) for each point, in order.
 
     A point: kind "eval", policy, model (a folder, a reference model, or a name of ``BUILTIN_MODELS``, built on the
-    spot and removed afterwards), tasks, and optionally data, batch_size, limit, seed, scoring, items.  All points of a
-    call agree in everything but the policy.  ``on_progress(done, total)`` counts points.  Raises InputError for
-    points that differ in more, and for whatever ``run_eval`` refuses before it runs; a policy that the
-    documents did not exercise becomes a record with status "not_exercised".
+    spot and removed afterwards), tasks, and optionally data, batch_size, limit, seed, scoring, items, and repeats,
+    max_gen_toks, temperature, top_p of ``Sampling``.  All points of a call agree in everything but the policy.
+    ``on_progress(done, total)`` counts points.  Raises InputError for points that differ in more, and for whatever
+    ``run_eval`` refuses before it runs; a policy that the documents did not exercise becomes a record with status
+    "not_exercised".
     """
     if not points:
         return
@@ -68,11 +68,12 @@ def run_points(
             options["seed"],
             options["scoring"],
             items=options["items"],
+            sampling=Sampling(**{name: options.get(name) for name in _SAMPLING}),
         )
         for done, point in enumerate(points):
             on_progress(done, len(points))
             try:
-                record, _ = evaluation.run(policies[point["policy"]])
+                record, _, _ = evaluation.run(policies[point["policy"]])
             except InputError as error:
                 if error.argument != "policy":
                     raise

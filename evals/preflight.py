@@ -1,12 +1,12 @@
 """What can be known to be wrong with an evaluation before a model runs and before anything is written."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from quantlab.errors import InputError, unknown_name
-from quantlab.evals.gpqa import read_rows
+from quantlab.evals import benchmarks, gpqa
 from quantlab.evals.plugin import TASK_FOLDER
 from quantlab.models.reference import PREFIX, reference_folder
 from quantlab.schemes import Policy, PolicyRules, parse_rules
@@ -71,12 +71,32 @@ def check_model_folder(folder: str | Path) -> Path:
 
 
 def needs_data(tasks: Sequence[str]) -> list[str]:
-    """Those of quantlab's own tasks whose questions come from a local file; the others make theirs."""
-    return sorted(task for task in set(tasks) & own_tasks() if task.startswith("quantlab_gpqa_"))
+    """Those of quantlab's own tasks whose documents come from local data; the others make theirs."""
+    return sorted(task for task in set(tasks) & own_tasks() if task.startswith(tuple(_BENCHMARKS)))
 
 
 def own_tasks() -> set[str]:
-    return {path.stem for path in TASK_FOLDER.glob("*.yaml")}
+    return {path.stem for path in TASK_FOLDER.glob("*.yaml") if not path.stem.startswith("_")}
+
+
+def check_data(tasks: Sequence[str], data: str | Path | None, seed: int) -> None:
+    """InputError unless each of ``tasks`` that needs data finds its documents in ``data``."""
+    seen = set()
+    for task in needs_data(tasks):
+        prefix = next(prefix for prefix in _BENCHMARKS if task.startswith(prefix))
+        subset = task.removeprefix(prefix).partition("_")[0] if prefix == "quantlab_gpqa_" else ""
+        if (prefix, subset) not in seen:
+            _BENCHMARKS[prefix](data, subset, seed)
+            seen.add((prefix, subset))
+
+
+# What reads the documents of the tasks with this prefix from (data, subset, seed).
+_BENCHMARKS: dict[str, Callable[[str | Path | None, str, int], Any]] = {
+    "quantlab_gpqa_": gpqa.documents,
+    "quantlab_mmlu_pro_": lambda data, *_: benchmarks.mmlu_pro_documents(data),
+    "quantlab_gsm8k_": lambda data, *_: benchmarks.number_documents(data, benchmarks.GSM8K),
+    "quantlab_aime_": lambda data, *_: benchmarks.number_documents(data, benchmarks.AIME, highest=999),
+}
 
 
 def check_tasks(tasks: Sequence[str], data: str | Path | None, seed: int, items: int | None = None) -> Any:
@@ -93,8 +113,7 @@ def check_tasks(tasks: Sequence[str], data: str | Path | None, seed: int, items:
     if items is not None:
         metadata["items"] = items
     if data is not None:
-        read_rows(data)
-        metadata["gpqa_path"] = str(data)
+        metadata["data"] = str(data)
     options: dict[str, Any] = {"include_path": [str(TASK_FOLDER)], "metadata": metadata}
     manager = TaskManager(include_defaults=False, **options)
     own = set(manager.all_tasks)
@@ -103,8 +122,9 @@ def check_tasks(tasks: Sequence[str], data: str | Path | None, seed: int, items:
         for task in tasks:
             if task not in manager.all_tasks:
                 raise InputError("task", task, f"a task of lm-eval or of quantlab ({', '.join(sorted(own))})")
-    if data is None and (asking := needs_data(tasks)):
-        raise InputError("data", None, f"a local GPQA file for {', '.join(asking)}")
+    check_data(tasks, data, seed)
+    if data is not None and set(tasks) <= own_tasks() and not needs_data(tasks):
+        raise InputError("data", str(data), f"tasks that read local data; {', '.join(tasks)} do not")
     return manager
 
 
@@ -121,19 +141,32 @@ def check_requests(
 ) -> None:
     """Token counts of the prompts against the model's context and the policies' windows.
 
-    InputError for a prompt that does not fit.  Warns where a policy's checkpoint would be stored and read
-    back fewer than twice on the shortest prompt: then the hand-off alone is being measured.
+    InputError for a prompt that does not fit, with what may be generated behind it.  Warns where a policy's
+    checkpoint would be stored and read back fewer than twice on the shortest scored prompt: then the hand-off alone
+    is being measured.
     """
-    counts = [
-        len(lm.tok_encode(task.doc_to_text(document)))
-        for task in tasks.values()
-        for _, document in task.doc_iterator(rank=0, limit=limit, world_size=1)
-    ]
-    if not counts:
-        raise InputError("tasks", sorted(tasks), "at least one document")
-    if max(counts) > lm.max_length:
-        raise InputError("prompt length", max(counts), f"at most {lm.max_length} tokens, the model's context")
-    if lm.scoring != "decode":
+    counts = []
+    for task in tasks.values():
+        generates = task.config.output_type == "generate_until"
+        new = (task.config.generation_kwargs or {}).get("max_gen_toks", lm.max_gen_toks) if generates else 0
+        found = [
+            len(lm.tok_encode(task.doc_to_text(document)))
+            for _, document in task.doc_iterator(rank=0, limit=limit, world_size=1)
+        ]
+        if not found:
+            raise InputError("tasks", sorted(tasks), "at least one document")
+        if max(found) > lm.max_length:
+            raise InputError(
+                "prompt length", max(found), f"at most {lm.max_length} tokens, the model's context"
+            )
+        if max(found) + int(new) > lm.max_length:
+            room = lm.max_length - max(found)
+            raise InputError(
+                "max_gen_toks", new, f"at most {room}: the model's context is {lm.max_length} tokens"
+            )
+        # A generated answer reads its state back as often as it is long, which nobody knows yet.
+        counts += [] if generates else found
+    if lm.scoring != "decode" or not counts:
         return
     for rules in policies:
         # The hand-off after the first token, and one store each ``window`` tokens, the last of them read by

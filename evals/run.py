@@ -17,7 +17,8 @@ from quantlab.evals.preflight import (
     check_requests,
     check_tasks,
 )
-from quantlab.evals.samples import without_text
+from quantlab.evals.samples import as_lines, record_documents
+from quantlab.evals.task_settings import Sampling, with_sampling
 from quantlab.records import check_output_folder, write_atomic
 from quantlab.schemes import Diverged, Policy, PolicyRules
 
@@ -35,16 +36,22 @@ def run_eval(
     scoring: str = "decode",
     device: str | None = None,
     items: int | None = None,
+    sampling: Sampling | None = None,
+    log_samples_with_text: bool = False,
 ) -> list[dict[str, Any]]:
     """Evaluate ``model`` under each policy; returns one record a policy.
 
     ``model``: a folder, "reference:" with a name of ``reference_models()``, or a name of BUILTIN_MODELS.
 
     ``output/<policy file name>/results_<time>.json`` is lm-eval's own results file, with the policy and
-    what it did under "config"; ``samples_<task>_<time>.jsonl`` beside it has hashes and scores of every document, as
-    ``quantlab compare`` pairs them; no prompt or answer text is written.  ``data``: local GPQA file for
-    quantlab's tasks.  ``seed`` names the random bits of stochastic rounding and the order of the choices.
-    ``limit``: first documents only.  ``items``: how many documents the reference models' tasks make.
+    what it did under "config"; ``samples_<task>_<time>.jsonl`` beside it holds each document's hashes, metrics and
+    log-likelihoods.  No prompt, choice or response is written, unless ``log_samples_with_text`` asks for lm-eval's
+    whole samples.
+
+    ``data``: where quantlab's benchmark tasks find their documents (``local_data.read_table``).  ``seed`` names the
+    random bits of stochastic rounding and the order of the choices.  ``limit``: documents of each task, the first
+    ones; of quantlab's benchmarks that is a sample (``documents``).  ``items``: how many documents the reference
+    models' tasks make.  ``sampling`` changes what task files say about generation.
 
     Raises InputError, before anything is written, for a model folder, policy, task or data file that cannot
     be used; and for a policy that the documents do not exercise.
@@ -52,15 +59,18 @@ def run_eval(
     parsed = check_policies(policies)
     records = []
     with ExitStack() as stack:
-        folder = model_folder(str(model), stack)
-        evaluation = Evaluation(folder, parsed, tasks, data, batch_size, limit, seed, scoring, device, items)
+        place = model_folder(str(model), stack)
+        evaluation = Evaluation(
+            place, parsed, tasks, data, batch_size, limit, seed, scoring, device, items, sampling
+        )
         # Asked before the hours of evaluation, not after them.
         evaluation.check_fit(parsed)
         check_output_folder(output)
         for policy in parsed:
-            record, results = evaluation.run(policy)
+            record, results, samples = evaluation.run(policy)
             if results is not None:
-                write_results(results, Path(output) / policy.file_name)
+                folder = Path(output) / policy.file_name
+                write_results(results, folder, samples, with_text=log_samples_with_text)
             records.append(record)
     return records
 
@@ -90,8 +100,11 @@ class Evaluation:
         scoring: str,
         device: str | None = None,
         items: int | None = None,
+        sampling: Sampling | None = None,
     ):
         self._manager = check_tasks(tasks, data, seed, items)
+        sampling = Sampling() if sampling is None else sampling
+        self._specs = with_sampling(self._manager, tasks, sampling)
         from quantlab.evals import model
 
         QuantlabLM: Any = model.QuantlabLM  # lm-eval's decorator hides the type of the class
@@ -99,19 +112,22 @@ class Evaluation:
         where = {} if device is None else {"device": device}
         self._name, self._tasks, self._limit, self._seed = folder.name, list(tasks), limit, seed
         self._batch_size, self._made = batch_size, {} if items is None else {"items": items}
+        self._made |= sampling.as_dict()
         for policy in policies:
             QuantlabLM.check_scoring(scoring, policy)
         self._lm: Any = QuantlabLM(str(folder), policies[0], scoring=scoring, batch_size=batch_size, **where)
-        check_requests(self._lm, policies, self._manager.load(self._tasks)["tasks"], limit)
+        check_requests(self._lm, policies, self._manager.load(self._specs)["tasks"], limit)
 
     def check_fit(self, policies: Sequence[PolicyRules]) -> None:
         """InputError for a policy that the recurrences of the model have no use for."""
         for policy in policies:
             self._lm.use_policy(policy, seed=self._seed)
 
-    def run(self, policy: PolicyRules) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """(record, lm-eval's results, their samples without text) of one policy; results are None if the state
-        diverged.
+    def run(
+        self, policy: PolicyRules
+    ) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, list[dict[str, Any]]]]:
+        """(record, lm-eval's results without its samples, those by task) of one policy; results are None if the
+        state diverged.
         """
         import lm_eval
 
@@ -141,7 +157,7 @@ class Evaluation:
             results = evaluate(
                 self._lm,
                 model_args={"pretrained": self._name, "policy": str(policy), "scoring": self._lm.scoring},
-                tasks=self._tasks,
+                tasks=self._specs,
                 task_manager=self._manager,
                 batch_size=self._batch_size,
                 limit=self._limit,
@@ -154,30 +170,33 @@ class Evaluation:
         except Diverged as error:
             metrics = self._lm.interception.report.as_dict()
             diverged = {"status": "diverged", "message": str(error), "metrics": metrics}
-            return record | diverged | {"seconds": time.monotonic() - started}, None
+            return record | diverged | {"seconds": time.monotonic() - started}, None, {}
         if results is None:
             raise InputError("RANK", os.environ.get("RANK"), "the main process: only rank 0 holds results")
         plain: dict[str, Any] = json.loads(_dump(results))
         samples = plain.pop("samples", {})
         record["message"] = plain["config"]["warning"]
         record["metrics"] = _metrics(plain, samples)
-        plain["samples"] = {task: [without_text(sample) for sample in rows] for task, rows in samples.items()}
-        return record | {"seconds": time.monotonic() - started}, plain
+        return record | {"seconds": time.monotonic() - started}, plain, samples
 
 
-def write_results(results: dict[str, Any], folder: Path) -> Path:
-    """lm-eval's results file in ``folder`` and a samples file a task, under lm-eval's own kind of names.
+def write_results(
+    results: dict[str, Any],
+    folder: Path,
+    samples: dict[str, list[dict[str, Any]]] | None = None,
+    *,
+    with_text: bool = False,
+) -> Path:
+    """lm-eval's results file in ``folder``, its samples files beside it, under lm-eval's own kind of names.
 
-    Each is written whole or not at all, the results last: where they are, the samples are.
+    Each file is all or nothing, and the results come last: where they are, their samples are.
     """
     stamp = time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime()) + f".{time.time_ns() % 10**9 // 1000:06d}"
     folder.mkdir(parents=True, exist_ok=True)
-    for task, samples in results.get("samples", {}).items():
-        lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-        write_atomic(folder / f"samples_{task}_{stamp}.jsonl", lines.encode())
+    for task, rows in (samples or {}).items():
+        write_atomic(folder / f"samples_{task}_{stamp}.jsonl", as_lines(rows, with_text=with_text))
     path = folder / f"results_{stamp}.json"
-    plain = {name: value for name, value in results.items() if name != "samples"}
-    write_atomic(path, json.dumps(plain, indent=2, ensure_ascii=False).encode())
+    write_atomic(path, json.dumps(results, indent=2, ensure_ascii=False).encode())
     return path
 
 
@@ -215,7 +234,7 @@ def _metrics(results: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) 
         "tasks": tasks,
         **{name: config[name] for name in names},
         "warning": config["warning"],
-        "documents": [_document(task, sample) for task, rows in samples.items() for sample in rows],
+        "documents": record_documents(samples),
         "lm_eval": _portable(results),
     }
 
@@ -231,14 +250,3 @@ def _portable(results: dict[str, Any]) -> dict[str, Any]:
         configs[task] = settings | {"metadata": metadata}
     kept = {key: value for key, value in results.items() if key != "pretty_env_info"}
     return kept | {"config": config, "configs": configs}
-
-
-def _document(task: str, sample: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"task": task, "hash": sample["doc_hash"], "doc_id": sample["doc_id"]}
-    answers = sample["filtered_resps"]
-    if all(isinstance(answer, list) and len(answer) == 2 for answer in answers):
-        found["loglikelihoods"] = [float(answer[0]) for answer in answers]
-    for measure in ("acc", "exact_match"):
-        if measure in sample:
-            found["correct"] = bool(sample[measure])
-    return found

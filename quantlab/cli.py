@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from quantlab.schemes import Policy
 
 INTERRUPTED = 130  # exit status: 128 and the number of the interrupt signal
-MEASURES = ("acc", "exact_match", "bits_per_byte", "word_perplexity")
+MEASURES = ("acc", "exact_match", "avg_at_k", "bits_per_byte", "word_perplexity")
 """Of lm-eval's metrics the one that is shown: the first of these that a task has."""
+BESIDE = ("majority_at_k", "pass_at_k", "no_answer", "truncated", "mean_tokens")
+"""What is shown beside it for tasks whose answers are sampled."""
 
 app = typer.Typer(
     name="quantlab",
@@ -139,12 +141,17 @@ def evaluate(
     tasks: Annotated[
         str, typer.Option(help="lm-eval task names, comma-separated.")
     ] = "quantlab_gpqa_diamond_mc",
-    data: Annotated[Path | None, typer.Option(help="Local GPQA file: CSV, JSONL or Parquet.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help='Questions: a file, a folder, or "hub" to download GPQA (docs/evaluation.md).'),
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder; one folder a policy inside.")
     ] = Path("results/eval"),
     batch_size: Annotated[int, typer.Option(help="Contexts decoded together.", min=1)] = 32,
-    limit: Annotated[int | None, typer.Option(help="Only the first documents.", min=1)] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Only the first documents; of quantlab's benchmarks a sample.", min=1)
+    ] = None,
     items: Annotated[
         int | None, typer.Option(help="Documents of state_recall and its like (default 198).", min=1)
     ] = None,
@@ -152,10 +159,25 @@ def evaluate(
         int, typer.Option(help="Choice order and stochastic rounding.", min=0, max=2**32 - 1)
     ] = 0,
     scoring: Annotated[str, typer.Option(help="decode, boundary or prefill.")] = "decode",
+    repeats: Annotated[
+        int | None, typer.Option(help="Responses to each document of a generative task (default 8).", min=1)
+    ] = None,
+    max_gen_toks: Annotated[
+        int | None, typer.Option("--max-gen-toks", help="Generated tokens at most (default 32768).", min=1)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of sampling (default 1.0); 0 is greedy.", min=0)
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Of sampling (default 0.95).", min=0, max=1)] = None,
+    log_samples_with_text: Annotated[
+        bool,
+        typer.Option("--log-samples-with-text", help="Write questions and responses too; keep them private."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run lm-eval tasks with the model's decode state under each policy."""
     from quantlab.evals.run import run_eval
+    from quantlab.evals.task_settings import Sampling
 
     fix_threads()
     names = [name.strip() for name in tasks.split(",") if name.strip()]
@@ -170,6 +192,8 @@ def evaluate(
         seed=seed,
         scoring=scoring,
         items=items,
+        sampling=Sampling(repeats, max_gen_toks, temperature, top_p),
+        log_samples_with_text=log_samples_with_text,
     )
     rows = []
     for record in records:
@@ -181,6 +205,7 @@ def evaluate(
                 f"{task} {measure}": values.get(measure),
                 f"{task} stderr": values.get(f"{measure}_stderr"),
             }
+            row |= {f"{task} {name}": values[name] for name in BESIDE if name in values}
         keys = ("exercised", "op_hits", "bits_per_value", "bytes_per_token", "warning")
         rows.append(row | {key: metrics.get(key) for key in keys})
     if as_json:

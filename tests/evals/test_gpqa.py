@@ -1,6 +1,5 @@
-"""GPQA files: what is read, what is refused, and the order of the choices."""
+"""GPQA's rows: what is refused, and the order of the choices and of the questions."""
 
-import csv
 import importlib.util
 import json
 from collections import Counter
@@ -9,57 +8,64 @@ from pathlib import Path
 import pytest
 
 from quantlab.errors import InputError
-from quantlab.evals.gpqa import COLUMNS, CORRECT, arrange, read_rows
+from quantlab.evals.gpqa import COLUMNS, CORRECT, arrange, documents, gpqa, read_rows
+from tests.evals import made_up
 
 QUICKSTART = Path(__file__).parents[2] / "experiments" / "quickstart"
 ROW = dict(zip(COLUMNS, ("Why?", "yes", "no", "None", "4.0"), strict=True))
 
 
 def text_of(arranged):
-    return [arranged[f"choice{i}"] for i in (1, 2, 3, 4)]
+    return arranged["choices"]
 
 
-def test_every_file_type_gives_the_same_rows(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = [ROW, {**ROW, "Question": 'With "quotes", commas\nand a line break?'}]
-    with (tmp_path / "a.csv").open("w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    (tmp_path / "a.json").write_text(json.dumps(rows))
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    for suffix in ("csv", "json", "jsonl", "parquet"):
-        assert read_rows(tmp_path / f"a.{suffix}") == rows
+def test_rows_are_text_in_the_columns_needed(tmp_path):
+    path = tmp_path / "a.json"
+    odd = {
+        "question ": "Why?",
+        "CORRECT ANSWER": 4.0,
+        "Incorrect Answer 1": " nan",
+        "Incorrect Answer 2": "None",
+    }
+    path.write_text(json.dumps([{**odd, "Incorrect Answer 3": "x  [title] y", "Explanation": None}]))
+    (row,) = read_rows(path)
+    assert list(row.values()) == ["Why?", "4.0", "nan", "None", "x . y", ""]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("rows", "words"),
     [
-        ("none.csv", None, "a CSV, JSON, JSONL or Parquet file"),
-        ("a.txt", "Question\n", "a CSV, JSON, JSONL or Parquet file"),
         (
-            "a.csv",
-            "Question,Correct Answer\nq,a\n",
+            [{"Question": "q", CORRECT: "a"}],
             "missing: Incorrect Answer 1, Incorrect Answer 2, Incorrect Answer 3",
         ),
-        ("a.csv", ",".join(COLUMNS) + "\n", "at least one row"),
-        ("a.json", "[" * 100_000, "RecursionError"),
-        ("a.json", json.dumps([{**ROW, "Question": "\ud800"}]), "valid Unicode; row 1 is not"),
-        ("a.csv", ",".join(COLUMNS) + "\nq,a,b,c,\n", "row 1 has none in Incorrect Answer 3"),
-        ("a.json", "{", "on reading"),
-        ("a.jsonl", "[1]", "on reading"),
+        ([], "at least one row"),
+        ([{**ROW, "Question": "\ud800"}], "row 1 is not valid Unicode"),
+        (
+            [ROW, {**ROW, "Question": "q", "Incorrect Answer 3": " "}],
+            "row 2 has no text in Incorrect Answer 3",
+        ),
+        ([{**ROW, "Incorrect Answer 2": float("nan")}], "row 1 has no text in Incorrect Answer 2"),
+        ([ROW, {**ROW, "Question": "q"}, ROW], "rows 1 and 3 ask the same"),
+        (
+            [ROW, {**ROW, CORRECT: ROW["Incorrect Answer 1"], "Incorrect Answer 1": ROW[CORRECT]}],
+            "rows 1 and 2",
+        ),
     ],
 )
-def test_a_file_that_does_not_fit_is_one_line(tmp_path, name, content, words):
-    if content is not None:
-        (tmp_path / name).write_text(content)
+def test_rows_that_do_not_fit_are_named_and_not_quoted(tmp_path, rows, words):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(rows))
     with pytest.raises(InputError, match=words) as caught:
-        read_rows(tmp_path / name)
+        documents(path)
     assert caught.value.argument == "data"
     assert "\n" not in str(caught.value)
+    assert "Why" not in str(caught.value)
+
+
+def test_an_unknown_subset_is_refused(tmp_path):
+    with pytest.raises(InputError, match="diamond"):
+        read_rows(tmp_path, "diamant")
 
 
 def test_the_order_is_a_function_of_seed_and_question():
@@ -77,6 +83,26 @@ def test_every_place_and_every_order_is_equally_likely():
     # 24 orders, 100 each on average, standard deviation 10: five of them leave room for 24 draws.
     assert len(orders) == 24
     assert all(50 < count < 150 for count in orders.values())
+
+
+def test_documents_come_in_an_order_that_neither_the_file_nor_the_seed_decides(tmp_path):
+    table = made_up.rows(40, words=10)
+    path = made_up.write(tmp_path / "a.csv", table)
+    again = made_up.write(tmp_path / "b.csv", table[::-1])
+    asked = documents(path)
+    assert documents(again) == asked
+    assert [d["question"] for d in documents(path, seed=1)] == [d["question"] for d in asked]
+    # 1 of 40! orders is the file's own.
+    assert [d["record_id"] for d in asked] != [row["Record ID"] for row in table]
+    # A part of the table keeps its order: what one row is asked as does not depend on the others.
+    half = documents(made_up.write(tmp_path / "c.csv", table[:20]))
+    assert half == [d for d in asked if d in half]
+
+
+def test_both_names_of_the_data_give_the_same_documents(tmp_path):
+    path = str(made_up.write(tmp_path / "a.csv", made_up.rows(3, words=10)))
+    rows = gpqa(data=path)["test"].to_list()
+    assert rows == gpqa(gpqa_path=path)["test"].to_list() == documents(path)
 
 
 def test_equal_choice_texts_keep_the_right_gold():
