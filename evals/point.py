@@ -34,8 +34,8 @@ def run_points(
     """Yield (point, record without environment) for each point, in order.
 
     A point: kind "eval", policy, model (a folder, a reference model, or a name of ``BUILTIN_MODELS``, built on the
-    spot and removed afterwards), tasks, and optionally data, batch_size, limit, seed, scoring, items, and repeats,
-    max_gen_toks, temperature, top_p of ``Sampling``.  All points of a call agree in everything but the policy.
+    spot and removed afterwards), tasks, and optionally data, batch_size, limit, seed, scoring, items, chat_template,
+    and repeats, max_gen_toks, temperature, top_p of ``Sampling``.  All points of a call agree in all but the policy.
     ``on_progress(done, total)`` counts points.  Raises InputError for points that differ in more, and for whatever
     ``run_eval`` refuses before it runs; a policy that the documents did not exercise becomes a record with status
     "not_exercised".
@@ -68,6 +68,7 @@ def run_points(
             options["seed"],
             options["scoring"],
             items=options["items"],
+            chat_template=options.get("chat_template", False),
             sampling=Sampling(**{name: options.get(name) for name in _SAMPLING}),
         )
         for done, point in enumerate(points):

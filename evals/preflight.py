@@ -137,7 +137,11 @@ def rounded_copies(rules: PolicyRules) -> dict[str, bool]:
 
 
 def check_requests(
-    lm: Any, policies: Sequence[PolicyRules], tasks: dict[str, Any], limit: int | None
+    lm: Any,
+    policies: Sequence[PolicyRules],
+    tasks: dict[str, Any],
+    limit: int | None,
+    chat_template: bool = False,
 ) -> None:
     """Token counts of the prompts against the model's context and the policies' windows.
 
@@ -146,11 +150,17 @@ def check_requests(
     is being measured.
     """
     counts = []
+    if chat_template and not getattr(lm.tokenizer, "chat_template", None):
+        raise InputError("chat_template", True, "a model whose tokenizer has a chat template")
+
+    def prompt(text: str) -> str:
+        return lm.apply_chat_template([{"role": "user", "content": text}]) if chat_template else text
+
     for task in tasks.values():
         generates = task.config.output_type == "generate_until"
         new = (task.config.generation_kwargs or {}).get("max_gen_toks", lm.max_gen_toks) if generates else 0
         found = [
-            len(lm.tok_encode(task.doc_to_text(document)))
+            len(lm.tok_encode(prompt(task.doc_to_text(document))))
             for _, document in task.doc_iterator(rank=0, limit=limit, world_size=1)
         ]
         if not found:

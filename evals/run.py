@@ -37,6 +37,7 @@ def run_eval(
     device: str | None = None,
     items: int | None = None,
     sampling: Sampling | None = None,
+    chat_template: bool = False,
     log_samples_with_text: bool = False,
 ) -> list[dict[str, Any]]:
     """Evaluate ``model`` under each policy; returns one record a policy.
@@ -51,7 +52,8 @@ def run_eval(
     ``data``: where quantlab's benchmark tasks find their documents (``local_data.read_table``).  ``seed`` names the
     random bits of stochastic rounding and the order of the choices.  ``limit``: documents of each task, the first
     ones; of quantlab's benchmarks that is a sample (``documents``).  ``items``: how many documents the reference
-    models' tasks make.  ``sampling`` changes what task files say about generation.
+    models' tasks make.  ``sampling`` changes what task files say about generation.  ``chat_template`` puts
+    each prompt into the tokenizer's chat template as a user's turn.
 
     Raises InputError, before anything is written, for a model folder, policy, task or data file that cannot
     be used; and for a policy that the documents do not exercise.
@@ -61,7 +63,18 @@ def run_eval(
     with ExitStack() as stack:
         place = model_folder(str(model), stack)
         evaluation = Evaluation(
-            place, parsed, tasks, data, batch_size, limit, seed, scoring, device, items, sampling
+            place,
+            parsed,
+            tasks,
+            data,
+            batch_size,
+            limit,
+            seed,
+            scoring,
+            device,
+            items,
+            sampling,
+            chat_template,
         )
         # Asked before the hours of evaluation, not after them.
         evaluation.check_fit(parsed)
@@ -101,6 +114,7 @@ class Evaluation:
         device: str | None = None,
         items: int | None = None,
         sampling: Sampling | None = None,
+        chat_template: bool = False,
     ):
         self._manager = check_tasks(tasks, data, seed, items)
         sampling = Sampling() if sampling is None else sampling
@@ -112,11 +126,12 @@ class Evaluation:
         where = {} if device is None else {"device": device}
         self._name, self._tasks, self._limit, self._seed = folder.name, list(tasks), limit, seed
         self._batch_size, self._made = batch_size, {} if items is None else {"items": items}
-        self._made |= sampling.as_dict()
+        self._made |= sampling.as_dict() | ({"chat_template": True} if chat_template else {})
+        self._chat_template = chat_template
         for policy in policies:
             QuantlabLM.check_scoring(scoring, policy)
         self._lm: Any = QuantlabLM(str(folder), policies[0], scoring=scoring, batch_size=batch_size, **where)
-        check_requests(self._lm, policies, self._manager.load(self._specs)["tasks"], limit)
+        check_requests(self._lm, policies, self._manager.load(self._specs)["tasks"], limit, chat_template)
 
     def check_fit(self, policies: Sequence[PolicyRules]) -> None:
         """InputError for a policy that the recurrences of the model have no use for."""
@@ -162,6 +177,7 @@ class Evaluation:
                 batch_size=self._batch_size,
                 limit=self._limit,
                 log_samples=True,
+                apply_chat_template=self._chat_template,
                 random_seed=self._seed,
                 numpy_random_seed=self._seed,
                 torch_random_seed=self._seed,

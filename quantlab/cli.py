@@ -169,6 +169,9 @@ def evaluate(
         float | None, typer.Option(help="Of sampling (default 1.0); 0 is greedy.", min=0)
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="Of sampling (default 0.95).", min=0, max=1)] = None,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="Put prompts into the tokenizer's chat template.")
+    ] = False,
     log_samples_with_text: Annotated[
         bool,
         typer.Option("--log-samples-with-text", help="Write questions and responses too; keep them private."),
@@ -193,6 +196,7 @@ def evaluate(
         scoring=scoring,
         items=items,
         sampling=Sampling(repeats, max_gen_toks, temperature, top_p),
+        chat_template=chat_template,
         log_samples_with_text=log_samples_with_text,
     )
     rows = []

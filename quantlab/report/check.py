@@ -140,9 +140,9 @@ def _check_eval(metrics: dict[str, Any], refuse: Any) -> None:
     tasks, documents = metrics.get("tasks"), metrics.get("documents")
     for task, values in tasks.items() if isinstance(tasks, dict) else ():
         if not isinstance(values, dict) or not all(
-            values.get(name) is None or _number(values[name]) for name in ("acc", "n")
+            values.get(name) is None or _number(values[name]) for name in ("acc", "avg_at_k", "n")
         ):
-            refuse(f"metrics.tasks.{task}", values, "a table with numbers under acc and n")
+            refuse(f"metrics.tasks.{task}", values, "a table with numbers under acc, avg_at_k and n")
     lists = documents.values() if isinstance(documents, dict) else [documents or []]
     for rows in lists:
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):

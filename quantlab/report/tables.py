@@ -233,14 +233,15 @@ def _eval_row(record: Record, baseline: Record | None, task: str) -> EvalRow:
     metrics, values = record["metrics"], eval_tasks(record).get(task, {})
     documents = task_documents(record, task)
     paired = None
-    if baseline is not None and record is not baseline and documents and task_documents(baseline, task):
-        paired = compare_documents(task_documents(baseline, task), documents)
+    theirs = task_documents(baseline, task) if baseline is not None and record is not baseline else []
+    if documents and theirs and not any(_repeated(document) for document in (*documents, *theirs)):
+        paired = compare_documents(theirs, documents)
     exercised = metrics.get("exercised") or {}
     return EvalRow(
         model=record["point"].get("model", ""),
         task=task,
         policy=record["point"]["policy"],
-        accuracy=values.get("acc"),
+        accuracy=values.get("acc", values.get("avg_at_k")),
         n=values.get("n") or len(documents) or None,
         checkpoint_stores=exercised.get("checkpoint"),
         copy_stores=exercised.get("read_copy"),
@@ -249,6 +250,11 @@ def _eval_row(record: Record, baseline: Record | None, task: str) -> EvalRow:
         bytes_per_token=metrics.get("bytes_per_token"),
         paired=paired,
     )
+
+
+def _repeated(document: dict[str, Any]) -> bool:
+    """Several responses, so a share of correct ones, which no exact test of pairs takes."""
+    return isinstance(document["correct"], list) and len(document["correct"]) != 1
 
 
 def _hits(op_hits: dict[str, Any]) -> str:

@@ -150,15 +150,17 @@ def compare_documents(
     """Pair two lists of {"hash", "correct"[, "loglikelihoods"]} by hash (repeats in order) and compare them.
 
     ``loglikelihood_change`` is the mean of |difference| over all choices of all paired documents, NaN for
-    generated answers.  Raises InputError if no document is in both.
+    generated answers.  Raises InputError if no document is in both, and for several responses to a document:
+    right and wrong are paired here, not shares.
     """
     theirs = _by_hash(baseline)
     ours = _by_hash(other)
     keys = [key for key in theirs if key in ours]
     if not keys:
         raise InputError("documents", len(ours), "at least one document hash in common with the baseline")
-    lost = sum(bool(theirs[key]["correct"]) and not ours[key]["correct"] for key in keys)
-    gained = sum(bool(ours[key]["correct"]) and not theirs[key]["correct"] for key in keys)
+    before, after = ([_correct(documents[key]) for key in keys] for documents in (theirs, ours))
+    lost = sum(was and not now for was, now in zip(before, after, strict=True))
+    gained = sum(now and not was for was, now in zip(before, after, strict=True))
     changes = np.concatenate([_changes(theirs[key], ours[key]) for key in keys])
     n = len(keys)
     low, high = paired_accuracy_interval(lost, gained, n)
@@ -174,6 +176,15 @@ def compare_documents(
         loglikelihood_change=float(changes.mean()) if changes.size else math.nan,
         unpaired=len(theirs) + len(ours) - 2 * n,
     )
+
+
+def _correct(document: Mapping[str, Any]) -> bool:
+    correct = document["correct"]
+    if not isinstance(correct, list):
+        return bool(correct)
+    if len(correct) != 1:  # a list that is not empty is true, whatever it holds
+        raise InputError("documents", document["hash"], f"one response to a document, not {len(correct)}")
+    return bool(correct[0])
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> np.ndarray:

@@ -9,6 +9,8 @@ from quantlab.errors import InputError
 from quantlab.evals.model import QuantlabLM
 from quantlab.evals.point import run_points
 from quantlab.evals.run import run_eval, write_results
+from quantlab.evals.task_settings import Sampling
+from tests.evals import made_up
 
 TASK = "quantlab_gpqa_diamond_mc"
 
@@ -270,3 +272,127 @@ def test_results_are_whole_or_absent(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_results({"results": {}}, tmp_path / "fp32@1")
     assert list((tmp_path / "fp32@1").iterdir()) == []
+
+
+GEN = "quantlab_gpqa_diamond_gen"
+
+
+@pytest.fixture
+def invented(tmp_path):
+    return made_up.write(tmp_path / "invented.csv", made_up.rows(4, words=10))
+
+
+@pytest.mark.parametrize("with_text", [False, True])
+def test_no_file_holds_a_question_or_a_choice_unless_that_is_asked_for(folder, invented, tmp_path, with_text):
+    records = run_eval(
+        folder,
+        ["fp32@1", "nvfp4@1"],
+        [TASK, GEN],
+        data=invented,
+        output=tmp_path / "out",
+        limit=2,
+        sampling=Sampling(repeats=2, max_gen_toks=8),
+        log_samples_with_text=with_text,
+    )
+    files = [file for file in (tmp_path / "out").rglob("*") if file.is_file()]
+    names = sorted(file.name.rsplit("_", 1)[0] for file in files)
+    assert names == sorted(["results", f"samples_{TASK}", f"samples_{GEN}"] * 2)
+    holding = {file.name.rsplit("_", 1)[0] for file in files if made_up.CANARY.encode() in file.read_bytes()}
+    assert holding == ({f"samples_{TASK}", f"samples_{GEN}"} if with_text else set())
+    assert made_up.CANARY not in json.dumps(records)
+    for record in records:
+        assert record["point"]["repeats"] == 2
+        assert record["point"]["max_gen_toks"] == 8
+        by_task = {
+            task: [d for d in record["metrics"]["documents"] if d["task"] == task] for task in (TASK, GEN)
+        }
+        assert [len(document["correct"]) for document in by_task[GEN]] == [2, 2]
+        assert [document["hash"] for document in by_task[GEN]] == [
+            document["hash"] for document in by_task[TASK]
+        ]
+    # What a later comparison reads, and that it belongs to these documents.
+    for file in (tmp_path / "out" / "fp32@1").glob(f"samples_{GEN}_*.jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        kept = [{key: line[key] for key in ("doc_id", "doc_hash", "correct")} for line in lines]
+        documents = [d for d in records[0]["metrics"]["documents"] if d["task"] == GEN]
+        assert kept == [
+            {"doc_id": d["doc_id"], "doc_hash": d["hash"], "correct": d["correct"]} for d in documents
+        ]
+        assert ("doc" in lines[0]) == with_text
+
+
+@pytest.mark.parametrize("folder", ["mamba2"], indirect=True)
+def test_requests_are_those_of_the_data_that_is_given(folder, invented, tmp_path):
+    """lm-eval could keep requests by the task's name alone (test_traps_tasks.py)."""
+    other = made_up.write(tmp_path / "other.csv", made_up.rows(4, words=10, seed=1))
+    hashes = [
+        {
+            d["hash"]
+            for r in run_eval(folder, ["fp32@1"], [TASK], data=data, output=tmp_path / "o", limit=1)
+            for d in r["metrics"]["documents"]
+        }
+        for data in (invented, other)
+    ]
+    assert hashes[0].isdisjoint(hashes[1])
+
+
+@pytest.mark.parametrize("folder", ["mamba2"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"sampling": Sampling(max_gen_toks=1 << 20)},
+            r"^max_gen_toks 1048576: expected at most \d+: the model's context",
+        ),
+        ({"sampling": Sampling(temperature=0)}, "all the same"),
+        ({"tasks": [TASK], "sampling": Sampling(repeats=2)}, "at least one task that generates"),
+        ({"tasks": ["state_recall"]}, "tasks that read local data"),
+        ({"data": "hub", "tasks": ["quantlab_gsm8k_gen"]}, "GSM8K in a CSV"),
+        ({"tasks": ["quantlab_gsm8k_gen"]}, "missing: answer"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_before_a_document_is(
+    folder, invented, tmp_path, monkeypatch, change, words
+):
+    monkeypatch.setattr("lm_eval.simple_evaluate", never_scored)
+    arguments = {"tasks": [GEN], "data": invented, "output": tmp_path / "out"} | change
+    with pytest.raises(InputError, match=words):
+        run_eval(folder, ["fp32@1"], **arguments)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("folder", ["mamba2"], indirect=True)
+def test_a_chat_template_wraps_what_is_asked(folder, invented, tmp_path):
+    import shutil
+
+    settings = {"tasks": [GEN], "data": invented, "limit": 1, "log_samples_with_text": True}
+    settings |= {"chat_template": True, "sampling": Sampling(repeats=2, max_gen_toks=16)}
+    with pytest.raises(InputError, match="has a chat template"):
+        run_eval(folder, ["fp32@1"], output=tmp_path / "out", **settings)
+    chatty = shutil.copytree(folder, tmp_path / "chatty")
+    (chatty / "chat_template.jinja").write_text("<user>{{ messages[0]['content'] }}<model>")
+    (record,) = run_eval(chatty, ["fp32@1"], output=tmp_path / "out", **settings)
+    assert record["point"]["chat_template"] is True
+    (file,) = (tmp_path / "out").rglob("samples_*.jsonl")
+    prompt = json.loads(file.read_text())["arguments"][0][0]
+    assert prompt.startswith("<user>Exactly one of the choices")
+    assert prompt.endswith("Answer: A/B/C/D<model>")
+
+
+@pytest.mark.parametrize("folder", ["mamba2"], indirect=True)
+def test_the_command_line_shows_what_sampled_answers_amount_to(folder, invented, tmp_path):
+    from typer.testing import CliRunner
+
+    from quantlab.cli import app
+
+    command = f"eval --model {folder} --tasks {GEN} --data {invented} --limit 1 -o {tmp_path / 'out'} --json"
+    done = CliRunner().invoke(app, f"{command} --repeats 2 --max-gen-toks 4 --temperature 0.7 --top-p 0.9")
+    assert done.exit_code == 0, done.output
+    row = json.loads(done.stdout)
+    assert row[f"{GEN} avg_at_k"] == 0.0
+    assert row[f"{GEN} no_answer"] == 1.0
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    config = json.loads(file.read_text())["configs"][GEN]
+    assert config["repeats"] == 2
+    wanted = {"until": [], "do_sample": True, "temperature": 0.7, "top_p": 0.9, "max_gen_toks": 4}
+    assert config["generation_kwargs"] == wanted

@@ -1,5 +1,6 @@
 """The page refuses what may not be compared, drops nothing, decides by the stated rules and stands alone."""
 
+import copy
 import itertools
 import math
 import os
@@ -249,6 +250,25 @@ def test_eval_is_paired_against_the_baseline(fake_records):
     assert (paired.n, paired.lost, paired.gained) == (198, 24, 8)
     assert paired.high < 0
     assert rows["nvfp4@16"].op_hits == "mamba2_step: 2 layers × 43,560"
+
+
+def test_sampled_answers_show_their_mean_and_are_not_paired_as_right_or_wrong(fake_records):
+    sampled = copy.deepcopy([record for record in fake_records if record["kind"] == "eval"])
+    for record in sampled:
+        metrics = record["metrics"]
+        task = metrics["tasks"]["gpqa_diamond_zeroshot"]
+        task["avg_at_k"] = task.pop("acc")
+        for document in metrics["documents"]:
+            document["correct"] = [document["correct"], False]
+    for before, after in zip(
+        eval_rows([r for r in fake_records if r["kind"] == "eval"], order_policies(fake_records)),
+        eval_rows(sampled, order_policies(fake_records)),
+        strict=True,
+    ):
+        assert (after.policy, after.accuracy) == (before.policy, before.accuracy)
+        assert after.paired is None
+    about = {"title": "t", "description": "", "command": None, "spec": None, "quick": True}
+    assert Page(render(Collection(sampled, about, []))).open == []
 
 
 @pytest.mark.parametrize("kind", ["drift", "eval", "scan"])

@@ -150,6 +150,13 @@ def test_generated_answers_have_no_loglikelihoods():
         compare_documents([{"hash": "h0", "correct": True}], documents([True]))
 
 
+def test_a_list_of_responses_is_right_when_its_one_response_is():
+    base, other = ([{"hash": "a", "correct": [c]}] for c in (True, False))
+    assert compare_documents(base, other).lost == 1
+    with pytest.raises(InputError, match="one response to a document, not 2"):
+        compare_documents(base, [{"hash": "a", "correct": [False, False]}])
+
+
 def test_repeated_documents_are_paired_in_order():
     base = documents([True]) * 2
     other = documents([True]) + documents([False])
