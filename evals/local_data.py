@@ -214,15 +214,17 @@ def _from_cached(path: Path, source: Source) -> Rows | None:
 
 
 def _from_clone(path: Path, source: Source) -> Rows | None:
-    """A repository as the hub stores it: a card whose ``configs`` name the files; or a file of the table's name."""
+    """A repository as the hub stores it: a card whose ``configs`` name the files; or a file of the table's name, or
+    the only one where the table has none.
+    """
     patterns = _card_files(path / _CARD, source) if (path / _CARD).is_file() else None
+    named = patterns is not None or source.configuration is not None
     if patterns is None:
-        if source.configuration is None:
-            return None
-        patterns = [f"{source.configuration}{suffix}" for suffix in _READERS]
+        patterns = [f"{source.configuration or '*'}{suffix}" for suffix in _READERS]
+    if any(pattern.startswith("/") or ".." in Path(pattern).parts for pattern in patterns):
+        return None  # a card of somebody else's does not choose among this user's files
     files = [file for pattern in patterns for file in sorted(path.glob(pattern))]
-    outside = [file for file in files if ".." in file.relative_to(path).parts]
-    if not files or outside:
+    if not files or (not named and len(files) > 1):
         return None
     return [row for file in files for row in _from_file(file, source)]
 

@@ -12,6 +12,7 @@ from quantlab.evals.run import Evaluation, model_folder
 from quantlab.evals.task_settings import Sampling
 
 _DEFAULTS = {"data": None, "batch_size": 32, "limit": None, "seed": 0, "scoring": "decode", "items": None}
+_DEFAULTS |= {"chat_template": False, "choice_seed": 0}
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 
 
@@ -22,9 +23,9 @@ def check_points(points: list[dict[str, Any]]) -> None:
     """
     options = _DEFAULTS | points[0]
     if not set(options["tasks"]) <= own_tasks():
-        check_tasks(options["tasks"], options["data"], options["seed"])
+        check_tasks(options["tasks"], options["data"], options["choice_seed"])
     else:
-        check_data(options["tasks"], options["data"], options["seed"])
+        check_data(options["tasks"], options["data"], options["choice_seed"])
     check_model(options["model"])
 
 
@@ -35,7 +36,8 @@ def run_points(
 
     A point: kind "eval", policy, model (a folder, a reference model, or a name of ``BUILTIN_MODELS``, built on the
     spot and removed afterwards), tasks, and optionally data, batch_size, limit, seed, scoring, items, chat_template,
-    and repeats, max_gen_toks, temperature, top_p of ``Sampling``.  All points of a call agree in all but the policy.
+    choice_seed and repeats, max_gen_toks, temperature, top_p of ``Sampling``.  All points of a call agree
+    in all but the policy.
     ``on_progress(done, total)`` counts points.  Raises InputError for points that differ in more, and for whatever
     ``run_eval`` refuses before it runs; a policy that the documents did not exercise becomes a record with status
     "not_exercised".
@@ -68,7 +70,8 @@ def run_points(
             options["seed"],
             options["scoring"],
             items=options["items"],
-            chat_template=options.get("chat_template", False),
+            chat_template=options["chat_template"],
+            choice_seed=options["choice_seed"],
             sampling=Sampling(**{name: options.get(name) for name in _SAMPLING}),
         )
         for done, point in enumerate(points):

@@ -79,18 +79,18 @@ def own_tasks() -> set[str]:
     return {path.stem for path in TASK_FOLDER.glob("*.yaml") if not path.stem.startswith("_")}
 
 
-def check_data(tasks: Sequence[str], data: str | Path | None, seed: int) -> None:
+def check_data(tasks: Sequence[str], data: str | Path | None, choice_seed: int) -> None:
     """InputError unless each of ``tasks`` that needs data finds its documents in ``data``."""
     seen = set()
     for task in needs_data(tasks):
         prefix = next(prefix for prefix in _BENCHMARKS if task.startswith(prefix))
         subset = task.removeprefix(prefix).partition("_")[0] if prefix == "quantlab_gpqa_" else ""
         if (prefix, subset) not in seen:
-            _BENCHMARKS[prefix](data, subset, seed)
+            _BENCHMARKS[prefix](data, subset, choice_seed)
             seen.add((prefix, subset))
 
 
-# What reads the documents of the tasks with this prefix from (data, subset, seed).
+# What reads the documents of the tasks with this prefix from (data, subset, choice_seed).
 _BENCHMARKS: dict[str, Callable[[str | Path | None, str, int], Any]] = {
     "quantlab_gpqa_": gpqa.documents,
     "quantlab_mmlu_pro_": lambda data, *_: benchmarks.mmlu_pro_documents(data),
@@ -99,7 +99,9 @@ _BENCHMARKS: dict[str, Callable[[str | Path | None, str, int], Any]] = {
 }
 
 
-def check_tasks(tasks: Sequence[str], data: str | Path | None, seed: int, items: int | None = None) -> Any:
+def check_tasks(
+    tasks: Sequence[str], data: str | Path | None, choice_seed: int, items: int | None = None
+) -> Any:
     """A TaskManager that knows ``tasks``.  InputError for an unknown task and for data that does not fit.
 
     quantlab's own tasks come from the package; only when another name is asked for is lm-eval's own index
@@ -109,7 +111,7 @@ def check_tasks(tasks: Sequence[str], data: str | Path | None, seed: int, items:
         raise InputError("tasks", list(tasks), "at least one task")
     from lm_eval.tasks import TaskManager
 
-    metadata: dict[str, Any] = {"gpqa_seed": seed}
+    metadata: dict[str, Any] = {"gpqa_seed": choice_seed}
     if items is not None:
         metadata["items"] = items
     if data is not None:
@@ -122,7 +124,7 @@ def check_tasks(tasks: Sequence[str], data: str | Path | None, seed: int, items:
         for task in tasks:
             if task not in manager.all_tasks:
                 raise InputError("task", task, f"a task of lm-eval or of quantlab ({', '.join(sorted(own))})")
-    check_data(tasks, data, seed)
+    check_data(tasks, data, choice_seed)
     if data is not None and set(tasks) <= own_tasks() and not needs_data(tasks):
         raise InputError("data", str(data), f"tasks that read local data; {', '.join(tasks)} do not")
     return manager

@@ -38,6 +38,7 @@ def run_eval(
     items: int | None = None,
     sampling: Sampling | None = None,
     chat_template: bool = False,
+    choice_seed: int = 0,
     log_samples_with_text: bool = False,
 ) -> list[dict[str, Any]]:
     """Evaluate ``model`` under each policy; returns one record a policy.
@@ -50,10 +51,11 @@ def run_eval(
     whole samples.
 
     ``data``: where quantlab's benchmark tasks find their documents (``local_data.read_table``).  ``seed`` names the
-    random bits of stochastic rounding and the order of the choices.  ``limit``: documents of each task, the first
-    ones; of quantlab's benchmarks that is a sample (``documents``).  ``items``: how many documents the reference
-    models' tasks make.  ``sampling`` changes what task files say about generation.  ``chat_template`` puts
-    each prompt into the tokenizer's chat template as a user's turn.
+    random bits of stochastic rounding and of sampling, ``choice_seed`` the order of GPQA's choices: runs are paired
+    where they asked the same, so a control run has another ``seed`` and the same ``choice_seed``.  ``limit``:
+    documents of each task, the first ones; of quantlab's benchmarks that is a sample (``documents``).  ``items``:
+    how many documents the reference models' tasks make.  ``sampling`` changes what task files say about generation.
+    ``chat_template`` puts each prompt into the tokenizer's chat template as a user's turn.
 
     Raises InputError, before anything is written, for a model folder, policy, task or data file that cannot
     be used; and for a policy that the documents do not exercise.
@@ -75,6 +77,7 @@ def run_eval(
             items,
             sampling,
             chat_template,
+            choice_seed,
         )
         # Asked before the hours of evaluation, not after them.
         evaluation.check_fit(parsed)
@@ -115,8 +118,9 @@ class Evaluation:
         items: int | None = None,
         sampling: Sampling | None = None,
         chat_template: bool = False,
+        choice_seed: int = 0,
     ):
-        self._manager = check_tasks(tasks, data, seed, items)
+        self._manager = check_tasks(tasks, data, choice_seed, items)
         sampling = Sampling() if sampling is None else sampling
         self._specs = with_sampling(self._manager, tasks, sampling)
         from quantlab.evals import model
@@ -127,6 +131,7 @@ class Evaluation:
         self._name, self._tasks, self._limit, self._seed = folder.name, list(tasks), limit, seed
         self._batch_size, self._made = batch_size, {} if items is None else {"items": items}
         self._made |= sampling.as_dict() | ({"chat_template": True} if chat_template else {})
+        self._made |= {"choice_seed": choice_seed} if choice_seed else {}
         self._chat_template = chat_template
         for policy in policies:
             QuantlabLM.check_scoring(scoring, policy)

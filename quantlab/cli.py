@@ -155,9 +155,8 @@ def evaluate(
     items: Annotated[
         int | None, typer.Option(help="Documents of state_recall and its like (default 198).", min=1)
     ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Choice order and stochastic rounding.", min=0, max=2**32 - 1)
-    ] = 0,
+    seed: Annotated[int, typer.Option(help="Sampling and stochastic rounding.", min=0, max=2**32 - 1)] = 0,
+    choice_seed: Annotated[int, typer.Option(help="Order of GPQA's choices.", min=0, max=2**32 - 1)] = 0,
     scoring: Annotated[str, typer.Option(help="decode, boundary or prefill.")] = "decode",
     repeats: Annotated[
         int | None, typer.Option(help="Responses to each document of a generative task (default 8).", min=1)
@@ -197,6 +196,7 @@ def evaluate(
         items=items,
         sampling=Sampling(repeats, max_gen_toks, temperature, top_p),
         chat_template=chat_template,
+        choice_seed=choice_seed,
         log_samples_with_text=log_samples_with_text,
     )
     rows = []

@@ -139,12 +139,34 @@ def test_a_clone_gives_the_subset_that_is_asked_for(tmp_path, table, no_network)
     (folder / "README.md").write_text("---\nconfigs: [: ]\n---\n")
     with pytest.raises(InputError, match=r"README.md.* a data set's card"):
         read_rows(folder)
-    (folder / "README.md").write_text(
-        "---\nconfigs:\n- config_name: gpqa_diamond\n  data_files: ../x.csv\n---\n"
-    )
     made_up.write(tmp_path / "x.csv", table)
-    with pytest.raises(InputError, match="clone of its repository"):
-        read_rows(folder)
+    for outside in ("../x.csv", str(tmp_path / "x.csv")):
+        (folder / "README.md").write_text(
+            f"---\nconfigs:\n- config_name: gpqa_diamond\n  data_files: {outside}\n---\n"
+        )
+        with pytest.raises(InputError, match="clone of its repository"):
+            read_rows(folder)
+
+
+def test_a_folder_of_one_file_is_that_file(tmp_path):
+    source = Source("AIME")
+    (tmp_path / "README.md").write_text("Problems.")
+    (tmp_path / "problems.jsonl").write_text('{"problem": "p", "answer": 3}\n')
+    assert read_table(tmp_path, source) == [{"problem": "p", "answer": 3}]
+    (tmp_path / "more.csv").write_text("problem,answer\nq,4\n")
+    with pytest.raises(InputError, match="AIME in a CSV"):
+        read_table(tmp_path, source)
+
+
+def test_the_parts_of_a_split_are_read_in_order_and_the_test_split_first(tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("train-0.csv", "test-1.csv", "test-0.csv"):
+        (tmp_path / "data" / name).write_text(f"problem,answer\n{name},4\n")
+    card = "configs:\n- config_name: main\n  data_files:\n  - {split: train, path: data/train-*}\n"
+    card += "  - {split: test, path: data/test-*}\n"
+    (tmp_path / "README.md").write_text(f"---\n{card}---\n")
+    for source in (Source("GSM8K", "main"), Source("AIME")):
+        assert [row["problem"] for row in read_table(tmp_path, source)] == ["test-0.csv", "test-1.csv"]
 
 
 def test_a_cache_is_read_without_the_network(tmp_path, table, monkeypatch, no_network):

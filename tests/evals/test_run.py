@@ -396,3 +396,17 @@ def test_the_command_line_shows_what_sampled_answers_amount_to(folder, invented,
     assert config["repeats"] == 2
     wanted = {"until": [], "do_sample": True, "temperature": 0.7, "top_p": 0.9, "max_gen_toks": 4}
     assert config["generation_kwargs"] == wanted
+
+
+@pytest.mark.parametrize("folder", ["mamba2"], indirect=True)
+def test_a_seed_changes_no_document_and_a_choice_seed_changes_the_choices(folder, invented, tmp_path):
+    def hashes(**seeds):
+        (record,) = run_eval(folder, ["fp32@1"], [TASK], data=invented, output=tmp_path / "out", **seeds)
+        return [document["hash"] for document in record["metrics"]["documents"]], record["point"]
+
+    first, point = hashes()
+    assert "choice_seed" not in point  # points of earlier runs keep their names
+    assert hashes(seed=5)[0] == first
+    other, point = hashes(choice_seed=5)
+    assert point["choice_seed"] == 5
+    assert other != first

@@ -51,7 +51,7 @@ def test_choices_are_drawn_again_on_every_look_at_data_in_memory(path):
     prompted, scored = built_in_docs(dataset), built_in_docs(dataset)  # lm-eval looks once for each
     assert prompted != scored
 
-    task = check_tasks([MC], path, seed=0).load([MC])["tasks"][MC]
+    task = check_tasks([MC], path, choice_seed=0).load([MC])["tasks"][MC]
     random.seed(1)
     first = list(task.test_docs())
     random.seed(2)
@@ -190,7 +190,7 @@ def test_a_limit_takes_the_first_rows_of_sorted_data(tmp_path):
 
     assert fields([arrange(row) for row in read_rows(path)][:20]) == {"Field 0"}
 
-    task = check_tasks([MC], path, seed=0).load([MC])["tasks"][MC]
+    task = check_tasks([MC], path, choice_seed=0).load([MC])["tasks"][MC]
     limited = [doc for _, doc in task.doc_iterator(rank=0, limit=20, world_size=1)]
     assert fields(limited) == {"Field 0", "Field 1", "Field 2"}
     assert limited == [doc for _, doc in task.doc_iterator(rank=0, limit=30, world_size=1)][:20]
@@ -201,7 +201,7 @@ def run(specs, manager, lm=None):
 
 
 def test_repeats_are_thrown_away_but_for_the_first(path):
-    manager = check_tasks([GEN], path, seed=0)
+    manager = check_tasks([GEN], path, choice_seed=0)
     (ours,) = with_sampling(manager, [GEN], Sampling(repeats=4))
     naive = {k: v for k, v in ours.items() if k != "filter_list"}
     (samples,) = run([naive], manager)["samples"].values()
@@ -212,7 +212,7 @@ def test_repeats_are_thrown_away_but_for_the_first(path):
 
 
 def test_a_dictionary_beside_a_name_does_not_inherit_the_task_file(path):
-    manager = check_tasks([GEN], path, seed=0)
+    manager = check_tasks([GEN], path, choice_seed=0)
     with pytest.raises(TypeError, match="NoneType"):  # no data set is named in it
         manager.load([{"task": GEN, "repeats": 2}])
 
@@ -234,7 +234,7 @@ def test_two_folders_of_tasks_in_one_text_are_none(tmp_path):
 
 
 def test_shared_parts_of_task_files_are_no_tasks(path):
-    names = check_tasks([MC], path, seed=0).all_tasks
+    names = check_tasks([MC], path, choice_seed=0).all_tasks
     assert not any(name.startswith("_") for name in names)
     assert {f"quantlab_gpqa_{s}_{k}" for s in ("diamond", "main", "extended") for k in ("mc", "gen")} <= set(
         names
@@ -279,7 +279,7 @@ def test_requests_that_are_kept_belong_to_no_data(path, tmp_path, monkeypatch):
 
     def prompts(data, cache):
         lm = Scripted()
-        manager = check_tasks([GEN], data, seed=0)
+        manager = check_tasks([GEN], data, choice_seed=0)
         lm_eval.simple_evaluate(lm, tasks=[GEN], task_manager=manager, cache_requests=cache)  # pyright: ignore
         return {prompt for prompt, _ in lm.seen}
 
@@ -303,7 +303,7 @@ def test_a_table_library_takes_answers_for_missing_cells_and_numbers(tmp_path):
 
 
 def test_lm_evals_samples_hold_the_questions(path):
-    results = run([GEN], check_tasks([GEN], path, seed=0))
+    results = run([GEN], check_tasks([GEN], path, choice_seed=0))
     assert made_up.CANARY in json.dumps(results["samples"], default=str)
 
     results.pop("samples")
