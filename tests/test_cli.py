@@ -19,6 +19,7 @@ VERBS = [
     "study",
     "sweep",
     "report",
+    "compare",
     "drift",
     "capture",
     "eval",
