@@ -74,6 +74,10 @@ class Records:
         base = _answers(found[BASELINE])
         return {policy: _row(found[policy], base) for policy in order}
 
+    def answers(self, model: str, level: str, policy: str) -> dict[str, NDArray[np.bool_]]:
+        """Which questions were answered right, (items,) by what is asked."""
+        return _answers(self._found[model, level][policy])
+
 
 def _answers(record: dict[str, Any]) -> dict[str, NDArray[np.bool_]]:
     metrics, items = record["metrics"], record["point"]["items"]
