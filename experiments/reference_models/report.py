@@ -131,11 +131,12 @@ def figure(records: Records, path: Path) -> None:
     from quantlab.report.style import GRID, INK, MUTED, look, policy_styles
 
     styles = policy_styles(SHOWN_AGAINST_WRITES)
+    models = [model for model in records.models if records.rows(model, DEFAULT_LEVEL)]
     with look(text_as_paths=True):
-        chart = Figure(figsize=(2.3 * len(records.models) + 1.6, 8.4), layout="constrained")
-        axes = chart.subplots(2, len(records.models), sharey="row", height_ratios=(2, 1), squeeze=False)
+        chart = Figure(figsize=(2.3 * len(models) + 1.6, 8.4), layout="constrained")
+        axes = chart.subplots(2, len(models), sharey="row", height_ratios=(2, 1), squeeze=False)
         shown = [policy for policy in POLICIES if policy != BASELINE]
-        for column, model in enumerate(records.models):
+        for column, model in enumerate(models):
             above, below = axes[0, column], axes[1, column]
             rows = records.rows(model, DEFAULT_LEVEL)
             for place, policy in enumerate(shown):
@@ -162,6 +163,7 @@ def figure(records: Records, path: Path) -> None:
                     ms=4, lw=1.3, label=policy,
                 )  # fmt: skip
             below.set(xscale="log", ylim=(-3, 103), xlabel="writes behind the facts")
+            below.set_xlim(24, 2700)
             below.set_xticks(list(WRITES.values()), [f"{n:,}" for n in WRITES.values()])
             below.minorticks_off()
             below.grid(color=GRID)
