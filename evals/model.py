@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
+from lm_eval.models.utils import resolve_max_length
 from tqdm import tqdm
 
 from quantlab.errors import InputError, unknown_name
+from quantlab.evals.caching import check_cache, check_repeats
+from quantlab.evals.generated import Generated
+from quantlab.evals.generating import DEFAULT_BATCH, ENGINES, Generation, settings_of
 from quantlab.evals.preflight import rounded_copies
-from quantlab.evals.scoring import Item, Score, score_batch, sequence_id
+from quantlab.evals.scoring import Item, Score, score_batch
+from quantlab.evals.sidecar import Sidecar
 from quantlab.models.interception import Interception
 from quantlab.schemes import Policy, PolicyRules, parse_rules
 
@@ -28,17 +32,23 @@ _HFLM: Any = HFLM  # lm-eval's decorator hides the type of the class
 
 @register_model("quantlab")
 class QuantlabLM(_HFLM):
-    """HFLM with three more arguments.
+    """HFLM with more arguments.
 
     policy: what the decode state is stored in (default fp32@1, the baseline of every comparison), or the path of a
     .toml file with rules for layers and heads.
     scoring: how log-likelihoods are taken.  "decode" (default): context and continuation token by token
     through the decode state, the state forked for each continuation.  "boundary": the context in one dense
     prefill, its final state rounded once, the continuation token by token.  "prefill": lm-eval's own
-    parallel scoring, which never touches the decode state, so only unrounded policies may ask for it. seed:
-    names the random bits of stochastic rounding.
+    parallel scoring, which never touches the decode state, so only unrounded policies may ask for it.
+    state_seed (or seed): names the random bits of stochastic rounding.  sampling_seed: names those of sampling, which
+    each sequence has of its own (state_seed, unless it is given).
 
-    Generation runs under the policy in every scoring mode.  The softmax is float32.  Nothing is truncated:
+    Generation runs under the policy in every scoring mode: all requests and their repeats as one batch of
+    ``generation_batch`` rows that are refilled.  engine: "graph" (one CUDA graph a step), "eager", or "auto", a graph
+    on a GPU if the policy has kernels.  sidecar: a file that takes each finished sequence, from which a killed run goes
+    on; keep_tokens: whether answers' token ids stay in it when the run is over.  Answers are ``Generated``.
+
+    The softmax is float32.  Nothing is truncated:
     a request longer than the model's context is an InputError, and so is ``batch_size=auto``, which would
     probe the model with its full context length.  ``batch_size`` counts contexts; a context's continuations
     are scored beside each other.
@@ -49,31 +59,65 @@ class QuantlabLM(_HFLM):
         pretrained: Any,
         policy: str | Path | Policy | PolicyRules = "fp32@1",
         scoring: str = "decode",
-        seed: int = 0,
+        state_seed: int | None = None,
         batch_size: int | str = 1,
+        *,
+        seed: int | None = None,
+        sampling_seed: int | None = None,
+        generation_batch: int = DEFAULT_BATCH,
+        engine: str = "auto",
+        sidecar: str | Path | None = None,
+        keep_tokens: bool = False,
+        quiet: bool = False,
         **kwargs: Any,
     ):
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise InputError(
                 "batch_size", batch_size, "a whole number of at least 1 (auto probes the full context)"
             )
+        if engine not in ENGINES:
+            raise unknown_name("engine", engine, ENGINES)
+        state_seed = _one_seed(state_seed, seed)
+        checked = {"state_seed": state_seed, "generation_batch": generation_batch}
+        checked |= {} if sampling_seed is None else {"sampling_seed": sampling_seed}
+        for name, value in checked.items():
+            _check_number(name, value, least=1 if name == "generation_batch" else 0)
         self.check_scoring(scoring, parse_rules(policy))
         if isinstance(pretrained, str) and Path(pretrained).is_dir():
             # lm-eval looks a relative path up as a repository name on the network.
             pretrained = str(Path(pretrained).resolve())
         kwargs.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         kwargs.setdefault("softmax_dtype", "float32")
-        self.scoring = scoring
+        self.scoring, self.engine, self.generation_batch = scoring, engine, int(generation_batch)
+        self._sampling_seed = sampling_seed
+        self.quiet, self._keep_tokens = quiet, keep_tokens
+        self._sidecar: Sidecar | None = None
+        self._sidecar_path: str | Path | None = None
         super().__init__(pretrained=pretrained, batch_size=int(batch_size), **kwargs)
-        self.use_policy(policy, seed=int(seed))
+        self.use_policy(policy, seed=int(state_seed), sidecar=sidecar)
 
-    def use_policy(self, policy: str | Path | Policy | PolicyRules, *, seed: int = 0) -> None:
-        """Score everything from here on under ``policy``, with a fresh report; the model stays loaded."""
+    def use_policy(
+        self,
+        policy: str | Path | Policy | PolicyRules,
+        *,
+        seed: int = 0,
+        sidecar: str | Path | None = None,
+        keep_tokens: bool | None = None,
+    ) -> None:
+        """Run everything from here on under ``policy``, with a fresh report; the model stays loaded."""
         rules = parse_rules(policy)
         self.check_scoring(self.scoring, rules)
         self.interception = Interception(self.model, rules, seed=seed)
-        self.seed = seed
+        self.state_seed = seed
+        self.sampling_seed = seed if self._sampling_seed is None else int(self._sampling_seed)
+        self._generation = Generation(self)
+        if self._sidecar is not None:
+            self._sidecar.close()
+        self._sidecar, self._sidecar_path = None, sidecar
+        if keep_tokens is not None:
+            self._keep_tokens = keep_tokens
         self._warning: str | None = None
+        check_cache(self)
 
     @staticmethod
     def check_scoring(scoring: str, rules: PolicyRules) -> None:
@@ -97,7 +141,26 @@ class QuantlabLM(_HFLM):
         taken.
         """
         info = super().get_model_info() | self.interception.report.as_dict()
-        return info | {"scoring": self.scoring, "policy_seed": self.seed, "warning": self._warning}
+        info |= {"scoring": self.scoring, "policy_seed": self.state_seed, "warning": self._warning}
+        self.end_sidecar()
+        return info | self._generation.info()
+
+    def end_sidecar(self) -> None:
+        """The run is over: answers' token ids leave the sidecar, unless they are to be kept."""
+        sidecar, self._sidecar = self._sidecar, None
+        if sidecar is not None:
+            if self._keep_tokens:
+                sidecar.close()
+            else:
+                sidecar.finish()
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """lm-eval's ``--use_cache``, whose keys name prompts alone: the file is kept to one policy and model.
+
+        Raises InputError for a file with the answers of another one.
+        """
+        super().set_cache_hook(cache_hook)
+        check_cache(self)
 
     # Bars are for a terminal; in a log every redraw would be a line.
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Score]:
@@ -108,7 +171,7 @@ class QuantlabLM(_HFLM):
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Score]:
         for _, context, continuation in requests:
-            self._check_length(len(context) + len(continuation) - 1)
+            self.check_length(len(context) + len(continuation) - 1)
         if self.scoring == "prefill":
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
         places: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -134,24 +197,18 @@ class QuantlabLM(_HFLM):
         self._check_exercised()
         return results  # pyright: ignore[reportReturnType]
 
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        for request in requests:
-            context, options = request.args
-            new = normalize_gen_kwargs(dict(options), self.max_gen_toks).get(
-                "max_gen_toks", self.max_gen_toks
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[Generated]:
+        check_repeats(self, requests)
+        if self._sidecar_path is not None and self._sidecar is None:
+            self._sidecar = Sidecar(
+                _of_rank(self._sidecar_path, self.rank, self.world_size), settings_of(self)
             )
-            self._check_length(len(self.tok_encode(context)) + int(new))
-        texts = super().generate_until(requests, disable_tqdm)
-        self._check_exercised()
-        return texts
-
-    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> Any:
-        mask = options.get("attention_mask", torch.ones_like(context)).bool()
-        ids = [sequence_id(tuple(row[real].tolist())) for row, real in zip(context, mask, strict=True)]
-        copies = max(int(options.get("num_beams") or 1), int(options.get("num_return_sequences") or 1))
-        self.interception.sequence_ids = torch.tensor(ids).repeat_interleave(copies)
-        with self.interception:
-            return super()._model_generate(context, max_length, stop, **options)
+        quiet = disable_tqdm or self.quiet or self.rank != 0
+        answers = self._generation.run(requests, self._sidecar, quiet=quiet)
+        if requests:
+            exercised = self._generation.count()
+            self._check_exercised(exercised if not self._generation.fresh else None)
+        return answers
 
     def _batches(self, contexts: list[tuple[int, ...]], size: int) -> list[list[tuple[int, ...]]]:
         # Long ones first, so that a batch that does not fit in memory fails at once; the text breaks ties,
@@ -163,16 +220,21 @@ class QuantlabLM(_HFLM):
             groups[len(context) if self.scoring == "boundary" else 0].append(context)
         return [group[i : i + size] for group in groups.values() for i in range(0, len(group), size)]
 
-    def _check_length(self, tokens: int) -> None:
+    def check_length(self, tokens: int) -> None:
+        """InputError for more tokens than the model's context holds."""
         if tokens > self.max_length:
             raise InputError(
                 "request length", tokens, f"at most {self.max_length} tokens (max_length); nothing is cut off"
             )
 
-    def _check_exercised(self) -> None:
-        """InputError if the policy touched nothing; a warning, kept for the results, if it hardly did."""
-        self.interception.require_effect()
-        rules, counts = self.interception.rules, self.interception.report.exercised
+    def _check_exercised(self, known: dict[str, int | None] | None = None) -> None:
+        """InputError if the policy touched nothing; a warning, kept for the results, if it hardly did.
+
+        known: counts of sequences that were all decoded by a run before this one.
+        """
+        if known is None:
+            self.interception.require_effect()
+        rules, counts = self.interception.rules, known or self.interception.report.exercised
         rounded = rounded_copies(rules)
         watched = {part: counts[part] or 0 for part, is_rounded in rounded.items() if is_rounded}
         for part, count in watched.items():
@@ -184,3 +246,20 @@ class QuantlabLM(_HFLM):
                 self._warning = f"{rules}: only {count} rounded store of the {part} was read back"
         if self._warning:
             warnings.warn(self._warning, stacklevel=2)
+
+
+def _one_seed(state_seed: int | None, seed: int | None) -> int:
+    """The two names of one argument."""
+    if state_seed is not None and seed is not None and state_seed != seed:
+        raise InputError("seed", seed, f"that of state_seed, {state_seed}, or one of the two alone")
+    return next((value for value in (state_seed, seed) if value is not None), 0)
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(name, value, f"a whole number of at least {least}")
+
+
+def _of_rank(path: str | Path, rank: int, ranks: int) -> Path:
+    path = Path(path)
+    return path if ranks == 1 else path.with_name(f"{path.stem}_rank{rank}{path.suffix}")

@@ -9,7 +9,7 @@ from torch import Tensor
 from quantlab.models.device_groups import LayerGroup
 from quantlab.recurrences import Recurrence, StepInputs, get_recurrence
 from quantlab.schemes import ByteLedger, DecodeState, checks
-from quantlab.schemes.head_groups import groups_ledger, key_heads_of
+from quantlab.schemes.head_groups import fewest, groups_ledger, key_heads_of
 from quantlab.schemes.ledger import StateShape, ledger
 from quantlab.schemes.policy import Policy, effective_text
 from quantlab.schemes.pool import LayerPool
@@ -125,10 +125,16 @@ class DeviceLayer:
     @property
     def exercised(self) -> dict[str, int | None]:
         """``DecodeState.exercised``, but for stores that only drafts have read which were all taken back."""
-        counts = exercised_of(self.pool, self._slots(None))
-        if (copies := counts["read_copy"]) is not None:
-            counts["read_copy"] = copies - self.group.unread_copies
+        counts = self.exercised_rows(torch.arange(self.batch))
         return {part: None if c is None else int(c.min()) if len(c) else 0 for part, c in counts.items()}
+
+    def exercised_rows(self, rows: Tensor) -> dict[str, Tensor | None]:
+        """``DecodeState.exercised_rows``."""
+        slots = self._slots(rows)
+        counts = exercised_of(self.pool, slots)
+        if (copies := counts["read_copy"]) is not None:
+            counts["read_copy"] = copies - self.group.unread_copies[slots]
+        return counts
 
     def _slots(self, rows: Tensor | None) -> Tensor:
         if rows is None:
@@ -249,6 +255,10 @@ class DeviceHeadGroups:
             "checkpoint": min(counts["checkpoint"] or 0 for counts in found),
             "read_copy": min(copies, default=None),
         }
+
+    def exercised_rows(self, rows: Tensor) -> dict[str, Tensor | None]:
+        """``DecodeState.exercised_rows``, minimum over the groups that have such a copy."""
+        return fewest([part.exercised_rows(rows) for part in self.parts])
 
     def _joined(self, parts: list[Tensor], dim: int) -> Tensor:
         return torch.cat(parts, dim).index_select(dim, self._order)

@@ -112,7 +112,7 @@ class DecodeGraph:
             self.cache: Any = static_cache(model.config, filled, batch, length)
             self.slots = torch.arange(batch, dtype=torch.int32, device=self.device)
             self.tokens = torch.zeros((batch, 1), dtype=torch.long, device=self.device)
-        self._positions = torch.zeros((1, 1), dtype=torch.long, device=self.device)
+        self._positions = self._number_positions()
         self._plans: dict[int, Any] = {}
         self._skips: dict[int, tuple[Tensor, Tensor]] = {}
         self._fused: list[Any] = []
@@ -246,6 +246,10 @@ class DecodeGraph:
         )
 
     # -- setting up
+    def _number_positions(self) -> Tensor:
+        """Position ids of a step: one for all rows here (1, 1)."""
+        return torch.zeros((1, 1), dtype=torch.long, device=self.device)
+
     def _geometry(self) -> tuple[dict[int, StateShape], Any]:
         """The state of every recurrent layer, and the cache behind a prompt of two tokens, for its shapes."""
         key_heads: dict[int, int] = {}
@@ -346,7 +350,7 @@ class DecodeGraph:
         with contextlib.ExitStack() as stack:
             enter_step(stack, self._model, self.rules.text, reads=False)
             self._running.watch(self._model, stack)
-            group_attention(stack, self._model)
+            self._attend(stack)
             capturable_experts(stack, self._model)
             self._skips.clear()
             files = [file for file, _ in self._namespaces]
@@ -359,8 +363,14 @@ class DecodeGraph:
         with self.windows():
             logits = self._call(self.tokens, self.cache, position_ids=self._positions)
         assert not self._skips, "a norm that was to add D x did not run"
-        self._positions.add_(1)
+        self._advance()
         return logits
+
+    def _attend(self, stack: contextlib.ExitStack) -> None:
+        group_attention(stack, self._model)
+
+    def _advance(self) -> None:
+        self._positions.add_(1)
 
     @contextlib.contextmanager
     def windows(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ The convolution state is left alone, in the model's own precision.
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -199,6 +199,11 @@ class Interception:
                 self.report.count(state)
         self._alive = [(ref, state) for ref, state in self._alive if ref() is not None]
         return [state for _, state in self._alive]
+
+    def forget(self, states: Iterable[HeldState]) -> None:
+        """Their sequences are over and were counted by whoever ran them, row by row."""
+        over = {id(state) for state in states}
+        self._alive = [(ref, state) for ref, state in self._alive if id(state) not in over]
 
     # -- the ops
     def _step_adapter(self, original: Callable[..., Any], family: Family) -> Callable[..., Any]:

@@ -2,11 +2,21 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from quantlab.models.device_states import HeldState
 from quantlab.schemes import ByteLedger, PolicyRules, add_ledgers
 from quantlab.schemes.rules import number_text
+
+
+class Described(Protocol):
+    """What a report takes down of a layer's decode state."""
+
+    @property
+    def effective_policy(self) -> str: ...
+
+    @property
+    def ledger(self) -> ByteLedger: ...
 
 
 class PolicyReport:
@@ -37,7 +47,7 @@ class PolicyReport:
         self._ledgers: dict[int, ByteLedger] = {}
         self._effective: dict[int, str] = {}
 
-    def describe(self, layer: int, state: HeldState, backend: str) -> None:
+    def describe(self, layer: int, state: Described | HeldState, backend: str) -> None:
         """Take down what is fixed once a layer's decode state exists.  backend: what decodes it, in words."""
         self.backends[layer] = backend
         self._effective[layer] = state.effective_policy
@@ -45,7 +55,11 @@ class PolicyReport:
 
     def count(self, state: HeldState) -> None:
         """Take this state's sequences as ended: their exercised counts enter the minimum for good."""
-        self._ended = _smaller(self._ended, state.exercised)
+        self.count_stores(state.exercised)
+
+    def count_stores(self, exercised: dict[str, int | None]) -> None:
+        """``count`` where somebody else has the numbers of the sequences that ended."""
+        self._ended = _smaller(self._ended, exercised)
 
     @property
     def effective_policy(self) -> str:

@@ -83,14 +83,15 @@ def capturable_experts(stack: contextlib.ExitStack, model: nn.Module) -> None:
     """
     dtype = next(model.parameters()).dtype
     wanted = "grouped_mm" if dtype == torch.bfloat16 else "batched_mm"
-    for config in _configs(model):
+    for config in configs_of(model):
         before = getattr(config, "_experts_implementation", None)
         if before is not None and before != wanted:
             config._experts_implementation = wanted
             stack.callback(setattr, config, "_experts_implementation", before)
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configs of ``model`` and of its parts, each once."""
     found = {id(c): c for part in model.modules() if (c := getattr(part, "config", None)) is not None}
     return list(found.values())
 
@@ -129,7 +130,7 @@ def group_attention(stack: contextlib.ExitStack, model: nn.Module) -> None:
 
     FUNCTIONS.register(GROUPED, grouped_attention)
     MASKS.register(GROUPED, MASKS["sdpa"])
-    for config in _configs(model):
+    for config in configs_of(model):
         if getattr(config, "_attn_implementation", None) == "sdpa":
             config._attn_implementation = GROUPED
             stack.callback(setattr, config, "_attn_implementation", "sdpa")

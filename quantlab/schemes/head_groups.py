@@ -249,6 +249,10 @@ class HeadGroups:
             "read_copy": min(copies, default=None),
         }
 
+    def exercised_rows(self, rows: Tensor) -> dict[str, Tensor | None]:
+        """``DecodeState.exercised_rows``, minimum over the groups that have such a copy."""
+        return fewest([state.exercised_rows(rows) for state in self.states])
+
     def _split(self, inputs: StepInputs, dim: int) -> list[tuple[DecodeState, StepInputs]]:
         """The inputs of each group; heads are dimension ``dim``."""
         found = []
@@ -358,3 +362,13 @@ def _check_states(states: Sequence[DecodeState], key_heads: int) -> None:
         ):
             if mine != theirs:
                 raise InputError(name, theirs, f"{mine}, as of the other groups")
+
+
+def fewest(counts: Sequence[dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
+    """The elementwise minimum of counts by copy, over those that have it."""
+    found: dict[str, Tensor | None] = {"checkpoint": None, "read_copy": None}
+    for one in counts:
+        for part, count in one.items():
+            held = found[part]
+            found[part] = count if held is None else held if count is None else torch.minimum(held, count)
+    return found

@@ -197,9 +197,20 @@ def exercised_of(pool: LayerPool, slots: Tensor) -> dict[str, Tensor | None]:
     drafts have read that were all taken back does not count.  A read copy that was replaced before any token came, by
     ``store_dense`` or in a commit of several windows, is counted: the caller knows of it.
     """
-    counters, policy = pool.counters, pool.policy
-    number = counters.store_numbers[slots]
+    counters = pool.counters
     newest = (counters.cursor[slots] + counters.pending[slots] > 0).long()
+    return _exercised(pool, counters.store_numbers[slots], newest)
+
+
+def exercised_after(pool: LayerPool, tokens: Tensor) -> dict[str, Tensor | None]:
+    """``exercised_of`` sequences that have decoded ``tokens`` (n,) single tokens since their prompts."""
+    window = pool.policy.window
+    return _exercised(pool, tokens // window, (tokens % window > 0).long())
+
+
+def _exercised(pool: LayerPool, number: Tensor, newest: Tensor) -> dict[str, Tensor | None]:
+    """number: of each sequence's last store.  newest: 1 where a token read it since."""
+    policy = pool.policy
     if policy.read_copy is None:
         return {"checkpoint": number + newest, "read_copy": None}
     keys = get_recurrence(pool.family).delta_rule and policy.options.key_read == "checkpoint"

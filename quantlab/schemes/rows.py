@@ -191,6 +191,12 @@ class StateRows:
         counts = {part: int(c.min()) if len(c) else 0 for part, c in self._read_stores.items()}
         return {"checkpoint": counts["checkpoint"], "read_copy": counts.get("read_copy")}
 
+    def exercised_rows(self, rows: Tensor) -> dict[str, Tensor | None]:
+        """``exercised`` of each of ``rows`` (n,)."""
+        rows = checks.rows(rows, self.batch)
+        counts = {part: counts[rows] for part, counts in self._read_stores.items()}
+        return {"checkpoint": counts["checkpoint"], "read_copy": counts.get("read_copy")}
+
     def save(self, rows: Tensor | None = None) -> dict[str, Tensor]:
         """All that a restart needs, as tensors: stored bits, window, cursors, counters, and a ``meta`` text.
 
