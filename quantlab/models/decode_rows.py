@@ -268,7 +268,7 @@ class GraphRows(DecodeGraph):
             family = self._families[layer]
             recurrence = get_recurrence(pool.family)
             text = effective_text(pool.policy, delta_rule=recurrence.delta_rule)
-            facts = _Facts(text, ledger(pool.policy, recurrence, pool.shape))
+            facts = _Facts(text, ledger(pool.policy, recurrence, pool.shape), pool.held_as)
             report.describe(layer, facts, f"graph on {self.device}: {self._serving[layer]['decode_token']}")
             report.step_hits[family.step_op, layer] += self._steps
             report.state_dtype = "float32"
@@ -279,6 +279,7 @@ class GraphRows(DecodeGraph):
 class _Facts:
     effective_policy: str
     ledger: ByteLedger
+    held_as: str
 
 
 def _has_copies(rules: PolicyRules) -> bool:

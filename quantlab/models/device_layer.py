@@ -128,6 +128,11 @@ class DeviceLayer:
         counts = self.exercised_rows(torch.arange(self.batch))
         return {part: None if c is None else int(c.min()) if len(c) else 0 for part, c in counts.items()}
 
+    @property
+    def held_as(self) -> str:
+        """The dtype of the checkpoint's memory."""
+        return self.pool.held_as
+
     def exercised_rows(self, rows: Tensor) -> dict[str, Tensor | None]:
         """``DecodeState.exercised_rows``."""
         slots = self._slots(rows)
@@ -255,6 +260,11 @@ class DeviceHeadGroups:
             "checkpoint": min(counts["checkpoint"] or 0 for counts in found),
             "read_copy": min(copies, default=None),
         }
+
+    @property
+    def held_as(self) -> str:
+        """``DeviceLayer.held_as`` of each group."""
+        return "; ".join(dict.fromkeys(part.held_as for part in self.parts))
 
     def exercised_rows(self, rows: Tensor) -> dict[str, Tensor | None]:
         """``DecodeState.exercised_rows``, minimum over the groups that have such a copy."""

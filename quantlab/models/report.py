@@ -18,6 +18,9 @@ class Described(Protocol):
     @property
     def ledger(self) -> ByteLedger: ...
 
+    @property
+    def held_as(self) -> str: ...
+
 
 class PolicyReport:
     """Filled while the model runs; read it at any time.
@@ -27,8 +30,8 @@ class PolicyReport:
     that may be taken back, and for a prompt or a chunk of it; a prompt whose last tokens may be taken back counts as
     both.  uncached_hits: those of prefill_hits that ran without a cache, so that no state was kept.  state_dtype:
     what the model itself would have kept its state in.  backends: {layer: what decodes it and where, "triton on cuda:0:
-    ..." or "torch on cuda:0: ..." with the reason}.  conv_bytes: {layer: bytes per sequence} of the convolution
-    states, which no policy touches.
+    ..." or "torch on cuda:0: ..." with the reason}.  held_as: {layer: dtype of the checkpoint's memory}.
+    conv_bytes: {layer: bytes per sequence} of the convolution states, which no policy touches.
     """
 
     def __init__(self, rules: PolicyRules, layers: Mapping[int, int], living: Callable[[], list[HeldState]]):
@@ -40,6 +43,7 @@ class PolicyReport:
         self.uncached_hits: Counter[tuple[str, int]] = Counter()
         self.state_dtype: str | None = None
         self.backends: dict[int, str] = {}
+        self.held_as: dict[int, str] = {}
         self.conv_bytes: dict[int, int] = {}
         self._rules = rules
         self._living = living
@@ -47,10 +51,11 @@ class PolicyReport:
         self._ledgers: dict[int, ByteLedger] = {}
         self._effective: dict[int, str] = {}
 
-    def describe(self, layer: int, state: Described | HeldState, backend: str) -> None:
+    def describe(self, layer: int, state: Described, backend: str) -> None:
         """Take down what is fixed once a layer's decode state exists.  backend: what decodes it, in words."""
         self.backends[layer] = backend
         self._effective[layer] = state.effective_policy
+        self.held_as[layer] = state.held_as
         self._ledgers[layer] = state.ledger
 
     def count(self, state: HeldState) -> None:
@@ -150,6 +155,7 @@ class PolicyReport:
             "touched": {str(layer): self.touched(layer) for layer in self.coverage},
             "exercised": self.exercised,
             "state_dtype_of_the_model": self.state_dtype,
+            "state_held_as": {str(layer): text for layer, text in sorted(self.held_as.items())},
             "backends": {str(layer): text for layer, text in sorted(self.backends.items())},
             "conv_state_bytes": sum(self.conv_bytes.values()),
             "ledger": {side: getattr(ledger, side) for side in ("read", "written", "held")},

@@ -249,6 +249,11 @@ class HeadGroups:
             "read_copy": min(copies, default=None),
         }
 
+    @property
+    def held_as(self) -> str:
+        """``DecodeState.held_as`` of each group."""
+        return "; ".join(dict.fromkeys(state.held_as for state in self.states))
+
     def exercised_rows(self, rows: Tensor) -> dict[str, Tensor | None]:
         """``DecodeState.exercised_rows``, minimum over the groups that have such a copy."""
         return fewest([state.exercised_rows(rows) for state in self.states])

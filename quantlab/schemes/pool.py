@@ -100,6 +100,11 @@ class LayerPool:
         return self.v_buffer is not None
 
     @property
+    def held_as(self) -> str:
+        """The dtype of the checkpoint's memory, which is codes beside scales for a scaled format."""
+        return f"{str(self.checkpoint.dtype).removeprefix('torch.')} of {self.policy.checkpoint.text}"
+
+    @property
     def nbytes(self) -> int:
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 

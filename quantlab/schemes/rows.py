@@ -191,9 +191,16 @@ class StateRows:
         counts = {part: int(c.min()) if len(c) else 0 for part, c in self._read_stores.items()}
         return {"checkpoint": counts["checkpoint"], "read_copy": counts.get("read_copy")}
 
+    @property
+    def held_as(self) -> str:
+        """What the checkpoint's numbers take in memory here: decoded values, which the format's bits are made of."""
+        return (
+            f"{str(self.dtype).removeprefix('torch.')}, the decoded values of {self._checkpoint.format.text}"
+        )
+
     def exercised_rows(self, rows: Tensor) -> dict[str, Tensor | None]:
         """``exercised`` of each of ``rows`` (n,)."""
-        rows = checks.rows(rows, self.batch)
+        rows = checks.rows(rows, self.batch, device=self.device)
         counts = {part: counts[rows] for part, counts in self._read_stores.items()}
         return {"checkpoint": counts["checkpoint"], "read_copy": counts.get("read_copy")}
 

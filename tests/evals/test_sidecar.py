@@ -39,7 +39,9 @@ def questions(count=12, **changes):
 
 
 def model(folder, path, policy="fp16+sr/nvfp4@4", **options):
-    return QuantlabLM(str(folder), policy, device="cpu", generation_batch=5, sidecar=path, quiet=True, **options)
+    return QuantlabLM(
+        str(folder), policy, device="cpu", generation_batch=5, sidecar=path, quiet=True, **options
+    )
 
 
 def stored(path):
@@ -94,7 +96,7 @@ def test_other_settings_are_refused_by_name(tmp_path):
 def test_another_file_is_refused_and_left_alone(tmp_path, text):
     path = tmp_path / "generations.jsonl"
     path.write_text(text)
-    with pytest.raises(InputError, match="^sidecar"):
+    with pytest.raises(InputError, match=r"^sidecar"):
         Sidecar(path, SETTINGS)
     assert path.read_text() == text
 
