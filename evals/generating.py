@@ -1,7 +1,7 @@
 """lm-eval's generation requests through the batch of ``generation``: parsed, run, kept in a sidecar, and answered."""
 
+import gc
 import hashlib
-import logging
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -20,8 +20,6 @@ from quantlab.evals.sidecar import Line, Sidecar
 from quantlab.evals.stopping import Stops
 from quantlab.models.decode_rows import DecodeRows, EagerRows, GraphRows
 from quantlab.records import content_hash
-
-logger = logging.getLogger(__name__)
 
 ENGINES = ("auto", "graph", "eager")
 DEFAULT_BATCH = 256
@@ -136,7 +134,8 @@ class Generation:
                         answers[number] = self._answer(asked[number], line)
                     progress.ended(len(lines))
 
-                rows = self._rows(min(lm.generation_batch, len(left)), capacity(tasks))
+                # As many rows as without a restart: products of other shapes add up in another order on a GPU.
+                rows = self._rows(min(lm.generation_batch, len(tasks)), capacity(tasks))
                 self.fresh += len(left)
                 generate(
                     rows,
@@ -150,6 +149,8 @@ class Generation:
                 )
                 if isinstance(rows, GraphRows):
                     rows.tell(lm.interception.report)
+                    del rows
+                    gc.collect()  # a captured step holds itself, and its memory is wanted for the next one
         finally:
             progress.close()
         if asked and not self.fresh:

@@ -35,4 +35,4 @@ def tokenizer_identity(tokenizer: Any) -> str:
 
 def software() -> dict[str, str]:
     """Versions of what computes a sample."""
-    return {name: version(name) for name in ("torch", "transformers", "quantlab")}
+    return {name: version(name) for name in ("torch", "transformers", "lm_eval", "quantlab")}

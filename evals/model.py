@@ -204,10 +204,16 @@ class QuantlabLM(_HFLM):
                 _of_rank(self._sidecar_path, self.rank, self.world_size), settings_of(self)
             )
         quiet = disable_tqdm or self.quiet or self.rank != 0
-        answers = self._generation.run(requests, self._sidecar, quiet=quiet)
-        if requests:
-            exercised = self._generation.count()
-            self._check_exercised(exercised if not self._generation.fresh else None)
+        try:
+            answers = self._generation.run(requests, self._sidecar, quiet=quiet)
+            if requests:
+                exercised = self._generation.count()
+                self._check_exercised(exercised if not self._generation.fresh else None)
+        except BaseException:
+            sidecar, self._sidecar = self._sidecar, None
+            if sidecar is not None:
+                sidecar.close()  # what is in it stays for the next run, which may be of this process
+            raise
         return answers
 
     def _batches(self, contexts: list[tuple[int, ...]], size: int) -> list[list[tuple[int, ...]]]:

@@ -36,8 +36,8 @@ def run_points(
 
     A point: kind "eval", policy, model (a folder, a reference model, or a name of ``BUILTIN_MODELS``, built on the
     spot and removed afterwards), tasks, and optionally data, batch_size, limit, seed, scoring, items, chat_template,
-    choice_seed and repeats, max_gen_toks, temperature, top_p of ``Sampling``.  All points of a call agree
-    in all but the policy.
+    choice_seed, generation (arguments of ``QuantlabLM``) and repeats, max_gen_toks, temperature, top_p of ``Sampling``.
+    All points of a call agree in all but the policy.
     ``on_progress(done, total)`` counts points.  Raises InputError for points that differ in more, and for whatever
     ``run_eval`` refuses before it runs; a policy that the documents did not exercise becomes a record with status
     "not_exercised".
@@ -72,6 +72,7 @@ def run_points(
             items=options["items"],
             chat_template=options["chat_template"],
             choice_seed=options["choice_seed"],
+            generation={"quiet": True} | (options.get("generation") or {}),
             sampling=Sampling(**{name: options.get(name) for name in _SAMPLING}),
         )
         for done, point in enumerate(points):

@@ -1,6 +1,7 @@
 """Evaluate one model on lm-eval tasks under several policies: one load, one results file a policy."""
 
 import json
+import logging
 import os
 import tempfile
 import time
@@ -10,17 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from quantlab.errors import InputError
+from quantlab.evals.plugin import TASK_FOLDER
 from quantlab.evals.preflight import (
     BUILTIN_MODELS,
     check_model,
     check_policies,
     check_requests,
     check_tasks,
+    own_tasks,
 )
+from quantlab.evals.resume import SIDECAR, evaluation_key, keep_record, kept_record
 from quantlab.evals.samples import as_lines, record_documents
+from quantlab.evals.sidecar import strip_tokens
 from quantlab.evals.task_settings import Sampling, with_sampling
 from quantlab.records import check_output_folder, write_atomic
 from quantlab.schemes import Diverged, Policy, PolicyRules
+
+logger = logging.getLogger(__name__)
 
 
 def run_eval(
@@ -40,6 +47,7 @@ def run_eval(
     chat_template: bool = False,
     choice_seed: int = 0,
     log_samples_with_text: bool = False,
+    generation: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluate ``model`` under each policy; returns one record a policy.
 
@@ -55,7 +63,12 @@ def run_eval(
     where they asked the same, so a control run has another ``seed`` and the same ``choice_seed``.  ``limit``:
     documents of each task, the first ones; of quantlab's benchmarks that is a sample (``documents``).  ``items``:
     how many documents the reference models' tasks make.  ``sampling`` changes what task files say about generation.
-    ``chat_template`` puts each prompt into the tokenizer's chat template as a user's turn.
+    ``chat_template`` puts each prompt into the tokenizer's chat template as a user's turn.  ``generation``: arguments of
+    ``QuantlabLM`` for generation, such as generation_batch, engine, sampling_seed, think_end_token and max_length.
+
+    The same call goes on where it was stopped: a policy whose record is there, of the same model, data and settings,
+    is not run again, and of one that was in the middle of generating, the sequences that had finished are taken from
+    ``generations.jsonl`` in its folder.
 
     Raises InputError, before anything is written, for a model folder, policy, task or data file that cannot
     be used; and for a policy that the documents do not exercise.
@@ -78,15 +91,23 @@ def run_eval(
             sampling,
             chat_template,
             choice_seed,
+            generation,
         )
         # Asked before the hours of evaluation, not after them.
         evaluation.check_fit(parsed)
         check_output_folder(output)
         for policy in parsed:
-            record, results, samples = evaluation.run(policy)
-            if results is not None:
-                folder = Path(output) / policy.file_name
-                write_results(results, folder, samples, with_text=log_samples_with_text)
+            folder = Path(output) / policy.file_name
+            key = evaluation.key(policy, with_text=log_samples_with_text)
+            record = kept_record(folder, key)
+            if record is None:
+                record, results, samples = evaluation.run(policy, sidecar=folder / SIDECAR)
+                if results is not None:
+                    write_results(results, folder, samples, with_text=log_samples_with_text)
+                keep_record(folder, key, record)
+            else:
+                logger.info("%s: this evaluation is there already, in %s", policy, folder)
+            evaluation.end(folder / SIDECAR, keep_tokens=log_samples_with_text)
             records.append(record)
     return records
 
@@ -119,7 +140,9 @@ class Evaluation:
         sampling: Sampling | None = None,
         chat_template: bool = False,
         choice_seed: int = 0,
+        generation: dict[str, Any] | None = None,
     ):
+        self._data, self._generation = data, dict(generation or {})
         self._manager = check_tasks(tasks, data, choice_seed, items)
         sampling = Sampling() if sampling is None else sampling
         self._specs = with_sampling(self._manager, tasks, sampling)
@@ -135,7 +158,8 @@ class Evaluation:
         self._chat_template = chat_template
         for policy in policies:
             QuantlabLM.check_scoring(scoring, policy)
-        self._lm: Any = QuantlabLM(str(folder), policies[0], scoring=scoring, batch_size=batch_size, **where)
+        options = where | self._generation
+        self._lm: Any = QuantlabLM(str(folder), policies[0], scoring=scoring, batch_size=batch_size, **options)
         check_requests(self._lm, policies, self._manager.load(self._specs)["tasks"], limit, chat_template)
 
     def check_fit(self, policies: Sequence[PolicyRules]) -> None:
@@ -143,18 +167,9 @@ class Evaluation:
         for policy in policies:
             self._lm.use_policy(policy, seed=self._seed)
 
-    def run(
-        self, policy: PolicyRules
-    ) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, list[dict[str, Any]]]]:
-        """(record, lm-eval's results without its samples, those by task) of one policy; results are None if the
-        state diverged.
-        """
-        import lm_eval
-
-        evaluate: Any = lm_eval.simple_evaluate  # its decorator hides the signature
-
-        started = time.monotonic()
-        point = {
+    def point(self, policy: PolicyRules) -> dict[str, Any]:
+        """What is evaluated, as a record says it."""
+        return {
             "kind": "eval",
             "policy": str(policy),
             "model": self._name,
@@ -164,15 +179,43 @@ class Evaluation:
             "scoring": self._lm.scoring,
             **self._made,
         }
+
+    def key(self, policy: PolicyRules, *, with_text: bool = False) -> str:
+        """Hash of all that decides the record and the files of ``policy``."""
+        from quantlab.evals.generating import settings_of
+
+        self._lm.use_policy(policy, seed=self._seed)
+        files = [*([TASK_FOLDER] if own_tasks() & set(self._tasks) else []), *([self._data] if self._data else [])]
+        settings = settings_of(self._lm) | self._generation | ({"with_text": True} if with_text else {})
+        return evaluation_key(self.point(policy), settings, files)
+
+    def end(self, sidecar: Path, *, keep_tokens: bool = False) -> None:
+        """The record of a policy is written: its sidecar, if there is one, gives its tokens up."""
+        self._lm.end_sidecar()
+        if not keep_tokens:
+            strip_tokens(sidecar)
+
+    def run(
+        self, policy: PolicyRules, *, sidecar: Path | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, list[dict[str, Any]]]]:
+        """(record, lm-eval's results without its samples, those by task) of one policy; results are None if the
+        state diverged.  ``sidecar``: a file from which generations go on.
+        """
+        import lm_eval
+
+        evaluate: Any = lm_eval.simple_evaluate  # its decorator hides the signature
+
+        started = time.monotonic()
         record: dict[str, Any] = {
             "kind": "eval",
             "status": "ok",
             "message": None,
-            "point": point,
+            "point": self.point(policy),
             "metrics": {},
         }
         record |= {"curve": None, "series": None}
-        self._lm.use_policy(policy, seed=self._seed)
+        # Its tokens stay until the results are on the disk.
+        self._lm.use_policy(policy, seed=self._seed, sidecar=sidecar, keep_tokens=True)
         try:
             results = evaluate(
                 self._lm,
@@ -250,10 +293,10 @@ def _metrics(results: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) 
         "bytes_per_token",
         "conv_state_bytes",
     )
-    names += ("bytes_read_per_token", "bytes_written_per_token", "ledger")
+    names += ("bytes_read_per_token", "bytes_written_per_token", "ledger", "state_held_as", "generation")
     return {
         "tasks": tasks,
-        **{name: config[name] for name in names},
+        **{name: config[name] for name in names if name in config},
         "warning": config["warning"],
         "documents": record_documents(samples),
         "lm_eval": _portable(results),

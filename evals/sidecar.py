@@ -150,6 +150,19 @@ class Sidecar:
             os.fsync(self._file.fileno())
 
 
+def strip_tokens(path: str | Path) -> None:
+    """Take the token ids out of a sidecar whose run is over; nothing where there is none, or none are left in it."""
+    path = Path(path)
+    if not path.is_file():
+        return
+    header, *rows = path.read_bytes().splitlines() or [b""]
+    about = _parse(header)
+    if about.get("kind") != KIND or about.get("over"):
+        return
+    lines = [found | {"ids": None} for row in rows if (found := _parse(row))]
+    write_atomic(path, b"".join(map(_dump, [about | {"over": True}, *lines])))
+
+
 def _dump(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 

@@ -171,6 +171,19 @@ def evaluate(
     chat_template: Annotated[
         bool, typer.Option("--chat-template", help="Put prompts into the tokenizer's chat template.")
     ] = False,
+    generation_batch: Annotated[
+        int | None, typer.Option(help="Responses generated together (default 256).", min=1)
+    ] = None,
+    engine: Annotated[str, typer.Option(help="Of generation: auto, graph or eager.")] = "auto",
+    sampling_seed: Annotated[
+        int | None, typer.Option(help="Of sampling alone (default: the seed).", min=0, max=2**32 - 1)
+    ] = None,
+    think_end: Annotated[
+        str | None, typer.Option(help="What ends a thinking model's thoughts, such as </think>, or its token id.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of the model's context, if its configuration says less.", min=1)
+    ] = None,
     log_samples_with_text: Annotated[
         bool,
         typer.Option("--log-samples-with-text", help="Write questions and responses too; keep them private."),
@@ -183,6 +196,13 @@ def evaluate(
 
     fix_threads()
     names = [name.strip() for name in tasks.split(",") if name.strip()]
+    generation = {
+        "generation_batch": generation_batch,
+        "engine": engine,
+        "sampling_seed": sampling_seed,
+        "think_end_token": think_end,
+        "max_length": max_length,
+    }
     records = run_eval(
         model,
         policy or ["fp32@1"],
@@ -198,6 +218,7 @@ def evaluate(
         chat_template=chat_template,
         choice_seed=choice_seed,
         log_samples_with_text=log_samples_with_text,
+        generation={name: value for name, value in generation.items() if value is not None},
     )
     rows = []
     for record in records:
@@ -380,7 +401,7 @@ def _leave(text: object) -> NoReturn:
 
 
 def _interrupted() -> NoReturn:
-    typer.echo("interrupted; what was stored is whole: study, sweep, drift and bench go on from it", err=True)
+    typer.echo("interrupted; what was stored is whole: study, sweep, eval, drift and bench go on from it", err=True)
     sys.exit(INTERRUPTED)
 
 

@@ -20,7 +20,8 @@ from quantlab.models.handles import holding_of
 from quantlab.models.interception import Interception, cache_keyword, decode_states, select_rows
 from quantlab.models.patching import enter_step
 from quantlab.models.report import PolicyReport
-from quantlab.models.row_attention import RowLengths, attend_by_rows, has_attention
+from quantlab.models.row_attention import RowLengths, attend_by_rows, fill_attention, has_attention
+from quantlab.models.static_cache import clear
 from quantlab.recurrences import get_recurrence
 from quantlab.schemes import PolicyRules
 from quantlab.schemes.head_groups import fewest
@@ -133,8 +134,7 @@ class EagerRows:
                 self._interception.report.state_dtype = str(dense.dtype).removeprefix("torch.")
                 holding.state.reset(at.cpu(), holding.family.to_state(dense[source]), names)
             if has_attention(filled):
-                layer.keys[at, :, : prefix.length] = filled.keys[source]
-                layer.values[at, :, : prefix.length] = filled.values[source]
+                fill_attention(layer, filled, at, source)
         self._lengths.tokens[at] = prefix.length
         self._longest = max(self._longest, prefix.length)
 
@@ -192,7 +192,10 @@ class GraphRows(DecodeGraph):
         self.count = count
         super().__init__(model, policy, count, capacity, seed=seed)
         self.copies = _has_copies(self.rules)
-        # Rows that no sequence has taken yet run beside the others: nothing that memory happens to hold.
+        # Rows that no sequence has taken yet run beside the others, on zeros: a capture leaves in caches what it made
+        # of memory that happened to be there, and what a mask leaves out must be finite.
+        clear(self.cache)
+        self._begin(torch.arange(count, device=self.device))
         for pool in self.pools.values():
             shape = pool.shape
             for slots in self.slots.split(64):
@@ -200,6 +203,13 @@ class GraphRows(DecodeGraph):
                     len(slots), shape.heads, shape.value_dim, shape.key_dim, device=self.device
                 )
                 self.load_states(pool, slots, zeros)
+
+    def _begin(self, rows: Tensor) -> None:
+        """Counters of ``rows`` as before a prompt."""
+        self._lengths.tokens[rows] = 0
+        for counters in self._shared.values():
+            for counter in (counters.cursor, counters.origin, counters.pending, counters.store_numbers):
+                counter[rows] = 0
 
     def _number_positions(self) -> Tensor:
         for layer in self.cache.layers:
@@ -226,9 +236,8 @@ class GraphRows(DecodeGraph):
         at, source, names = (
             torch.tensor(list(numbers), device=self.device) for numbers in (rows, sources, ids)
         )
+        self._begin(at)
         for counters in self._shared.values():
-            for counter in (counters.cursor, counters.origin, counters.pending, counters.store_numbers):
-                counter[at] = 0
             counters.sequence_ids[at] = names
         for number, (layer, filled) in enumerate(zip(self.cache.layers, prefix.cache.layers, strict=True)):
             for index, conv in getattr(filled, "conv_states", {}).items():
@@ -238,8 +247,7 @@ class GraphRows(DecodeGraph):
                 dense = self._families[number].to_state(filled.recurrent_states[0][source].float())
                 self.load_states(self.pools[number], self.slots[at], dense.contiguous())
             if has_attention(filled):
-                layer.keys[at, :, : prefix.length] = filled.keys[source]
-                layer.values[at, :, : prefix.length] = filled.values[source]
+                fill_attention(layer, filled, at, source)
         self._lengths.tokens[at] = prefix.length
         self._steps = 0 if not self._held else self._steps
         self._held = 1

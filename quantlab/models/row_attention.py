@@ -78,6 +78,17 @@ def has_attention(layer: Any) -> bool:
     return getattr(layer, "keys", None) is not None and layer.keys.numel() > 0
 
 
+def fill_attention(layer: Any, filled: Any, rows: Tensor, sources: Tensor) -> None:
+    """Copy what the rows ``sources`` of a prompt's cache layer hold to ``rows`` of ``layer``.
+
+    Nothing of the sequence before stays: a position that a mask leaves out is still multiplied, by 0.
+    """
+    count = filled.keys.shape[2]
+    for held, new in ((layer.keys, filled.keys), (layer.values, filled.values)):
+        held[rows] = 0
+        held[rows, :, :count] = new[sources]
+
+
 def attend_by_rows(stack: contextlib.ExitStack, model: nn.Module, lengths: RowLengths) -> None:
     """Until ``stack`` closes, attention layers of ``model`` read one token a row by ``lengths``.
 

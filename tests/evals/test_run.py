@@ -31,7 +31,7 @@ def test_an_evaluation_writes_lm_evals_results_with_the_policy_inside(folder, ta
     assert names == ["fp32--nvfp4@16", "fp32@1", "nvfp4@1"]
     for record, policy in zip(records, policies, strict=True):
         assert record["status"] == "ok"
-        file, samples = sorted((tmp_path / "out" / policy.replace("/", "--")).iterdir())
+        _, file, samples = sorted((tmp_path / "out" / policy.replace("/", "--")).iterdir())
         assert samples.name == file.name.replace("results_", f"samples_{TASK}_").replace(".json", ".jsonl")
         text, lines = file.read_text(), samples.read_text()
         documents = [json.loads(line) for line in lines.splitlines()]
