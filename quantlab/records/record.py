@@ -19,7 +19,7 @@ from quantlab.errors import InputError, unknown_name
 from quantlab.records.writing import write_atomic
 
 SCHEMA_VERSION = 1
-KINDS = ("drift", "closed_loop", "eval", "recall", "mechanism", "scan", "bench", "decode_step")
+KINDS = ("drift", "closed_loop", "eval", "recall", "mechanism", "scan", "bench", "decode_step", "generation_speed")
 STATUSES = ("ok", "diverged", "not_exercised", "not_served", "comparison_failed", "failed")
 FIELDS = (
     "schema_version",
@@ -86,6 +86,12 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
         "ssm": "the recurrent ops of all layers, begin and end included, in a graph of their own",
         "rest": "the step whose recurrent ops return their values; attention and mlp: what it loses without them",
         "gate": "a cut model in float32 decodes on the GPU as on the CPU",
+    },
+    "generation_speed": {
+        "version": 1,
+        "time": "wall time of one generation of all sequences, prompts, refills and sampling included, capture apart",
+        "sequences": "random prompts of one length, each read once for its repeats; all get all their tokens",
+        "gate": "a cut model in float32 samples on the GPU, with refills, what it samples on the CPU",
     },
 }
 
