@@ -60,13 +60,16 @@ def main() -> None:
     check_output_folder(folder)
     load = TINY if options.tiny else Load(**{name: getattr(options, name) for name in vars(Load())})
     with contextlib.ExitStack() as stack:
-        model, cut = (_tiny(stack) if options.tiny else _published(options.model, device))
+        model, cut = _tiny(stack) if options.tiny else _published(options.model, device)
         failed = check(cut, device)
         for policy in options.policy:
             name = "tiny" if options.tiny else options.model
             point = {"kind": "generation_speed", "model": name, "policy": str(parse_policy(policy))}
             point |= {**vars(load), "device": environment.get("gpu", "cpu")}
-            began, result = time.monotonic(), {"status": "comparison_failed", "message": failed, "metrics": {}}
+            began, result = (
+                time.monotonic(),
+                {"status": "comparison_failed", "message": failed, "metrics": {}},
+            )
             if failed is None:
                 result = {"metrics": measure(model, policy, load)}
             seconds = time.monotonic() - began

@@ -28,7 +28,8 @@ def main() -> None:
     for row in measure(options):
         total += row["seconds"]
         print(
-            f"{row['policy']:<20} {row['seconds']:6.1f} s, {row['tokens_per_second']:6,.0f} tokens/s", flush=True
+            f"{row['policy']:<20} {row['seconds']:6.1f} s, {row['tokens_per_second']:6,.0f} tokens/s",
+            flush=True,
         )
     print(f"{'all':<20} {total:6.1f} s")
 
