@@ -36,7 +36,9 @@ def keep_record(folder: Path, key: str, record: Mapping[str, Any]) -> None:
 
 def _bytes_hash(path: Path) -> str:
     """Of a file, or of the files of a folder by their names."""
-    digest = hashlib.sha256(b"" if path.exists() else str(path).encode())  # data may be named, not stored here
+    digest = hashlib.sha256(
+        b"" if path.exists() else str(path).encode()
+    )  # data may be named, not stored here
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():
             digest.update(file.name.encode())

@@ -22,7 +22,7 @@ from quantlab.evals.preflight import (
 )
 from quantlab.evals.resume import SIDECAR, evaluation_key, keep_record, kept_record
 from quantlab.evals.samples import as_lines, record_documents
-from quantlab.evals.sidecar import strip_tokens
+from quantlab.evals.sidecar import set_aside, strip_tokens
 from quantlab.evals.task_settings import Sampling, with_sampling
 from quantlab.records import check_output_folder, write_atomic
 from quantlab.schemes import Diverged, Policy, PolicyRules
@@ -63,8 +63,8 @@ def run_eval(
     where they asked the same, so a control run has another ``seed`` and the same ``choice_seed``.  ``limit``:
     documents of each task, the first ones; of quantlab's benchmarks that is a sample (``documents``).  ``items``:
     how many documents the reference models' tasks make.  ``sampling`` changes what task files say about generation.
-    ``chat_template`` puts each prompt into the tokenizer's chat template as a user's turn.  ``generation``: arguments of
-    ``QuantlabLM`` for generation, such as generation_batch, engine, sampling_seed, think_end_token and max_length.
+    ``chat_template`` puts each prompt into the tokenizer's chat template as a user's turn.  ``generation``: arguments
+    of ``QuantlabLM`` for generation, such as generation_batch, engine, sampling_seed, think_end_token and max_length.
 
     The same call goes on where it was stopped: a policy whose record is there, of the same model, data and settings,
     is not run again, and of one that was in the middle of generating, the sequences that had finished are taken from
@@ -101,6 +101,7 @@ def run_eval(
             key = evaluation.key(policy, with_text=log_samples_with_text)
             record = kept_record(folder, key)
             if record is None:
+                set_aside(folder / SIDECAR)
                 record, results, samples = evaluation.run(policy, sidecar=folder / SIDECAR)
                 if results is not None:
                     write_results(results, folder, samples, with_text=log_samples_with_text)
@@ -159,7 +160,9 @@ class Evaluation:
         for policy in policies:
             QuantlabLM.check_scoring(scoring, policy)
         options = where | self._generation
-        self._lm: Any = QuantlabLM(str(folder), policies[0], scoring=scoring, batch_size=batch_size, **options)
+        self._lm: Any = QuantlabLM(
+            str(folder), policies[0], scoring=scoring, batch_size=batch_size, **options
+        )
         check_requests(self._lm, policies, self._manager.load(self._specs)["tasks"], limit, chat_template)
 
     def check_fit(self, policies: Sequence[PolicyRules]) -> None:
@@ -185,7 +188,10 @@ class Evaluation:
         from quantlab.evals.generating import settings_of
 
         self._lm.use_policy(policy, seed=self._seed)
-        files = [*([TASK_FOLDER] if own_tasks() & set(self._tasks) else []), *([self._data] if self._data else [])]
+        files = [
+            *([TASK_FOLDER] if own_tasks() & set(self._tasks) else []),
+            *([self._data] if self._data else []),
+        ]
         settings = settings_of(self._lm) | self._generation | ({"with_text": True} if with_text else {})
         return evaluation_key(self.point(policy), settings, files)
 

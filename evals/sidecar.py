@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -148,6 +149,17 @@ class Sidecar:
         self._file.flush()
         with contextlib.suppress(OSError):  # a pipe, or a file system without it
             os.fsync(self._file.fileno())
+
+
+def set_aside(path: str | Path) -> None:
+    """Give a sidecar whose run is over another name, with the time of its end, so that a run can begin in its place."""
+    path = Path(path)
+    if path.is_file():
+        with path.open("rb") as file:
+            over = _parse(file.readline()).get("over")
+        if over:
+            stamp = time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime(path.stat().st_mtime))
+            path.rename(path.with_name(f"{path.stem}_{stamp}_{path.stat().st_ino}{path.suffix}"))
 
 
 def strip_tokens(path: str | Path) -> None:

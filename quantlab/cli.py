@@ -179,7 +179,8 @@ def evaluate(
         int | None, typer.Option(help="Of sampling alone (default: the seed).", min=0, max=2**32 - 1)
     ] = None,
     think_end: Annotated[
-        str | None, typer.Option(help="What ends a thinking model's thoughts, such as </think>, or its token id.")
+        str | None,
+        typer.Option(help="What ends a thinking model's thoughts, such as </think>, or its token id."),
     ] = None,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of the model's context, if its configuration says less.", min=1)
@@ -401,7 +402,9 @@ def _leave(text: object) -> NoReturn:
 
 
 def _interrupted() -> NoReturn:
-    typer.echo("interrupted; what was stored is whole: study, sweep, eval, drift and bench go on from it", err=True)
+    typer.echo(
+        "interrupted; what was stored is whole: study, sweep, eval, drift and bench go on from it", err=True
+    )
     sys.exit(INTERRUPTED)
 
 

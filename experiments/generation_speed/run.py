@@ -145,13 +145,13 @@ def measure(model: Any, policy: str, load: Load, seed: int = 0) -> dict[str, Any
 
 def check(cut: Callable[[Any], Any], device: Any) -> str | None:
     """Why a cut model in float32 does not generate on ``device`` as row by row on the CPU; None if it does."""
+    import torch
+
     from quantlab.evals.generation import capacity, generate
     from quantlab.evals.sampling import Sampling
     from quantlab.evals.stopping import Stops
     from quantlab.models.decode_rows import EagerRows, GraphRows
     from quantlab.models.interception import Interception
-
-    import torch
 
     host, other = cut(torch.device("cpu")), cut(device)
     tasks = _tasks(host, Load(questions=3, repeats=2, prompt=9, new=21), 0)

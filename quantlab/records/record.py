@@ -19,7 +19,17 @@ from quantlab.errors import InputError, unknown_name
 from quantlab.records.writing import write_atomic
 
 SCHEMA_VERSION = 1
-KINDS = ("drift", "closed_loop", "eval", "recall", "mechanism", "scan", "bench", "decode_step", "generation_speed")
+KINDS = (
+    "drift",
+    "closed_loop",
+    "eval",
+    "recall",
+    "mechanism",
+    "scan",
+    "bench",
+    "decode_step",
+    "generation_speed",
+)
 STATUSES = ("ok", "diverged", "not_exercised", "not_served", "comparison_failed", "failed")
 FIELDS = (
     "schema_version",

@@ -99,6 +99,7 @@ def test_generations_leave_counts_and_no_tokens(folder, tmp_path):
             "generations.jsonl",
             "record",
             "results",
+            "samples",
         }
         header, *rows = map(json.loads, (place / "generations.jsonl").read_text().splitlines())
         assert header["over"] is True
@@ -107,6 +108,12 @@ def test_generations_leave_counts_and_no_tokens(folder, tmp_path):
         told = record["metrics"]["generation"]
         assert told["sequences"] == 4
         assert told["generated_tokens"] == sum(row["tokens"] for row in rows)
+    # Another evaluation in the same folder: what is over is set aside.
+    arithmetic(folder, tmp_path / "out", ["fp32@1"], seed=3)
+    place = tmp_path / "out" / "fp32@1"
+    assert json.loads((place / "generations.jsonl").read_text().splitlines()[0])["settings"]["state_seed"] == 3
+    (aside,) = place.glob("generations_*.jsonl")
+    assert json.loads(aside.read_text().splitlines()[0])["settings"]["state_seed"] == 0
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Rows that are refilled one by one: each gives the logits of its sequence alone, whatever is beside it or was in it."""
+"""Rows that are refilled one by one: each gives the logits of its sequence alone, whatever else is there or was."""
 
 import copy
 
@@ -124,6 +124,7 @@ def test_forks_of_a_prompt_round_on_their_own(built):
 
 def test_rows_can_be_kept_and_dropped(built):
     model, policy, ids = built("falcon_h1"), "fp32@4", sequences()
+    expected = alone(model, policy)
     rows = EagerRows(model, Interception(model, policy, seed=1), 12, CAPACITY)
     for row, number in enumerate((0, 1, 2)):
         rows.admit([row], rows.read(ids[number][:, : PROMPTS[number]]), [0], [7 + number])
@@ -134,7 +135,6 @@ def test_rows_can_be_kept_and_dropped(built):
     assert rows.count == LEAST_ROWS
     after = [int(ids[n][0, PROMPTS[n] + 1]) for n in (2, 0)]
     logits = rows.step(torch.tensor(after + [after[0]] * (LEAST_ROWS - 2)))
-    expected = alone(model, policy)
     assert close([logits[0], logits[1]], [expected[2][2], expected[0][2]])
     assert torch.equal(logits[2:], logits[:1].expand(LEAST_ROWS - 2, -1))
     rows.close()
