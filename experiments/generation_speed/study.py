@@ -44,7 +44,6 @@ def measure(options: argparse.Namespace) -> Any:
     from quantlab.terminal import fix_threads
 
     fix_threads()
-    made: Any = Instance  # a dataclass whose decorator hides its fields
     lm: Any = QuantlabLM(
         str(reference_folder(options.model)), device="cpu", generation_batch=options.batch, quiet=True
     )
@@ -54,7 +53,8 @@ def measure(options: argparse.Namespace) -> Any:
     for number in range(options.questions):
         count = int(chance.integers(200, 261))
         prompt = v.text(chance.integers(v.FIRST_WORD, v.VOCABULARY_SIZE, count))
-        request: Any = made("generate_until", {}, (prompt, asked), 0, ("made_up", number, options.repeats))
+        about = ("made_up", number, options.repeats)
+        request = Instance("generate_until", {}, (prompt, asked), 0, about)  # pyright: ignore[reportCallIssue]
         requests += [request] * options.repeats
     for policy in options.policy or POLICIES:
         lm.use_policy(policy)

@@ -111,7 +111,9 @@ def test_generations_leave_counts_and_no_tokens(folder, tmp_path):
     # Another evaluation in the same folder: what is over is set aside.
     arithmetic(folder, tmp_path / "out", ["fp32@1"], seed=3)
     place = tmp_path / "out" / "fp32@1"
-    assert json.loads((place / "generations.jsonl").read_text().splitlines()[0])["settings"]["state_seed"] == 3
+    assert (
+        json.loads((place / "generations.jsonl").read_text().splitlines()[0])["settings"]["state_seed"] == 3
+    )
     (aside,) = place.glob("generations_*.jsonl")
     assert json.loads(aside.read_text().splitlines()[0])["settings"]["state_seed"] == 0
 

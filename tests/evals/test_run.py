@@ -296,7 +296,9 @@ def test_no_file_holds_a_question_or_a_choice_unless_that_is_asked_for(folder, i
     )
     files = [file for file in (tmp_path / "out").rglob("*") if file.is_file()]
     names = sorted(file.name.rsplit("_", 1)[0] for file in files)
-    assert names == sorted(["generations.jsonl", "record", "results", f"samples_{TASK}", f"samples_{GEN}"] * 2)
+    assert names == sorted(
+        ["generations.jsonl", "record", "results", f"samples_{TASK}", f"samples_{GEN}"] * 2
+    )
     holding = {file.name.rsplit("_", 1)[0] for file in files if made_up.CANARY.encode() in file.read_bytes()}
     assert holding == ({f"samples_{TASK}", f"samples_{GEN}"} if with_text else set())
     assert made_up.CANARY not in json.dumps(records)
