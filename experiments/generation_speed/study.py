@@ -38,13 +38,14 @@ def measure(options: argparse.Namespace) -> Any:
     """One row a policy, through lm-eval's model class, requests and all."""
     from lm_eval.api.instance import Instance
 
-    from quantlab.evals.model import QuantlabLM
+    from quantlab.evals import model
     from quantlab.models.reference import reference_folder
     from quantlab.models.reference import vocabulary as v
     from quantlab.terminal import fix_threads
 
     fix_threads()
-    lm: Any = QuantlabLM(
+    QuantlabLM: Any = model.QuantlabLM  # lm-eval's decorator hides the type of the class
+    lm = QuantlabLM(
         str(reference_folder(options.model)), device="cpu", generation_batch=options.batch, quiet=True
     )
     chance = np.random.default_rng(0)
@@ -53,8 +54,7 @@ def measure(options: argparse.Namespace) -> Any:
     for number in range(options.questions):
         count = int(chance.integers(200, 261))
         prompt = v.text(chance.integers(v.FIRST_WORD, v.VOCABULARY_SIZE, count))
-        about = ("made_up", number, options.repeats)
-        request = Instance("generate_until", {}, (prompt, asked), 0, about)  # pyright: ignore[reportCallIssue]
+        request = Instance("generate_until", {}, (prompt, asked), 0, ("made_up", number, options.repeats))
         requests += [request] * options.repeats
     for policy in options.policy or POLICIES:
         lm.use_policy(policy)
