@@ -176,6 +176,16 @@ def test_right_answers_survive_a_record(right):
     assert measure.right_answers(measure.bits(np.array(right)), len(right)).tolist() == right
 
 
+def test_chunks_of_one_token_change_nothing_but_memory():
+    model, ids = initial_model("mamba2", 0, CPU).eval(), torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        before = model(ids).logits
+        after = measure.one_token_chunks(model)(ids).logits
+    chunks = {module.chunk_size for module in model.modules() if hasattr(module, "chunk_size")}
+    assert chunks == {1}
+    assert (after - before).abs().max() < 1e-4 * before.abs().max()  # float32 sums in another order
+
+
 def recorded(family, steps=40, decay=0.9, batch=3, heads=2, value_dim=4, key_dim=16, seed=0):
     """A stream with one decay, and unit keys."""
     generator = torch.Generator().manual_seed(seed)
