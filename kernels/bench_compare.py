@@ -27,7 +27,7 @@ from quantlab.kernels.bench_pools import fill_records, prefill_states, random_to
 from quantlab.recurrences import StepInputs, expand_groups, get_recurrence
 from quantlab.schemes import steps as twin
 from quantlab.schemes.ledger import uses_raw
-from quantlab.schemes.pool import LayerPool, allocate_pool, pooled_copy
+from quantlab.schemes.pool import COPY_PARTS, LayerPool, allocate_pool, pooled_copy
 
 ROWS = 5
 STEPS = 3
@@ -252,20 +252,16 @@ def _copy(case: Case, got: LayerPool, stored: Tensor, flushed: Tensor) -> dict[s
     fmt = case.parsed.read_copy
     if fmt is None or not flushed.any():
         return {}
-    expected = pooled_copy(fmt.quantize(stored[flushed]), fmt)
-    found = (got.copy_codes, got.copy_scales, got.copy_global_scale)
     equal = True
-    for mine, theirs in zip(found, expected, strict=True):
-        if mine is not None and theirs is not None:
-            part = mine[: len(flushed)][flushed]
-            equal &= torch.equal(_bits(part), _bits(theirs.reshape(part.shape)))
+    for name, theirs in pooled_copy(fmt.quantize(stored[flushed]), fmt).items():
+        part = getattr(got, name)[: len(flushed)][flushed]
+        equal &= torch.equal(_bits(part), _bits(theirs.reshape(part.shape)))
     return {"read copy": 0.0 if equal else torch.inf}
 
 
 def _untouched(before: LayerPool, got: LayerPool, reading: Tensor) -> dict[str, float]:
     """Rows that do not flush keep checkpoint and read copy."""
-    names = ("checkpoint", "checkpoint_scales", "copy_codes", "copy_scales", "copy_global_scale")
-    for name in names:
+    for name in ("checkpoint", "checkpoint_scales", *COPY_PARTS):
         old, new = getattr(before, name), getattr(got, name)
         if old is not None:
             live = len(reading)

@@ -24,10 +24,10 @@ from quantlab.kernels.bench_pools import fill_records, prefill_states, random_to
 from quantlab.recurrences import StepInputs, expand_groups, get_recurrence
 from quantlab.schemes import drafts as twin
 from quantlab.schemes import steps as twin_steps
-from quantlab.schemes.pool import LayerPool, allocate_pool
+from quantlab.schemes.pool import COPY_PARTS, LayerPool, allocate_pool
 
 RINGS = ("k_buffer", "v_buffer", "beta_buffer", "log_decay_buffer", "d_buffer")
-STORED = ("checkpoint", "checkpoint_scales", "copy_codes", "copy_scales", "copy_global_scale")
+STORED = ("checkpoint", "checkpoint_scales", *COPY_PARTS)
 
 
 @dataclass(frozen=True)

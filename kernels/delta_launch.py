@@ -88,7 +88,7 @@ def stored(pool: LayerPool) -> dict[str, Any]:
 
 
 def copied(pool: LayerPool) -> dict[str, Any]:
-    return dict(zip(("codes", "scales", "global_scale"), read_copies.words_of(pool), strict=True))
+    return dict(zip(("codes", "scales", "global_scale"), read_copies.words_of(pool)[:3], strict=True))
 
 
 def token(inputs: StepInputs | None) -> dict[str, Any]:

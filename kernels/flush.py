@@ -14,7 +14,7 @@ import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.checkpoints import decoded_tile, store_tile
-from quantlab.kernels.copies import encode_rows
+from quantlab.kernels.copies import encode_rows, store_key_scales
 from quantlab.kernels.decode import widened
 from quantlab.kernels.packed import exact_product, three_parts
 from quantlab.kernels.plain_copies import encode_plain_rows
@@ -103,8 +103,8 @@ def fold_rows(
 # Triton would compile anew for a stream that is a multiple of 16.
 @triton.jit(do_not_specialize=("stream",))
 def flush_kernel(
-    flush_rows, flush_count, slots, checkpoint, checkpoint_scales, words, scales, global_scale, k_buffer, d_buffer,
-    log_decays, origin, q, k, d, log_decay, output, store_numbers, sequence_ids, seed, stream,
+    flush_rows, flush_count, slots, checkpoint, checkpoint_scales, words, scales, global_scale, key_scales, k_buffer,
+    d_buffer, log_decays, origin, q, k, d, log_decay, output, store_numbers, sequence_ids, seed, stream,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr, R: tl.constexpr, C: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, STORE: tl.constexpr,
     ROUNDS: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
@@ -119,7 +119,8 @@ def flush_kernel(
     the read copy are encoded at a time.
 
     words, scales, global_scale: of an NVFP4 copy, BLOCK what makes its codes; of another copy codes as bytes, its
-    scales, and no global scale, BLOCK what makes it of a tile; None without a copy.
+    scales, and no global scale, BLOCK what makes it of a tile; None without a copy.  key_scales: None but for an NVFP4
+    copy that has them; they take a pass over the head of their own, between fold and encode.
     """
     TILES: tl.constexpr = P // R
     PER_ITEM: tl.constexpr = TILES if global_scale is not None else 1
@@ -158,9 +159,14 @@ def flush_kernel(
                     checkpoint, checkpoint_scales, words, scales, head, first, P, N, E, N, STORE, BLOCK
                 )
         if global_scale is not None:
+            tl.debug_barrier()  # the head is read again, by other lanes than stored it
+            inverse = None
+            if key_scales is not None:
+                inverse, most = store_key_scales(
+                    checkpoint, checkpoint_scales, key_scales, head, P, N, E, WIDTH, STORE
+                )
             shared, _ = float_scale(most, 1.0, GLOBAL)
             tl.store(global_scale + head, shared)
-            tl.debug_barrier()  # the head is read again, by other lanes than stored it
             for tile in tl.range(P // E):
                 encode_rows(
                     checkpoint,
@@ -170,6 +176,7 @@ def flush_kernel(
                     head,
                     tile * E,
                     shared,
+                    inverse,
                     P,
                     N,
                     E,

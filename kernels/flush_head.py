@@ -17,7 +17,8 @@ from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.checkpoints import decoded_lanes, rounded_tile
 from quantlab.kernels.decode import widened
 from quantlab.kernels.flush import ring_place
-from quantlab.kernels.lanes import from_rows, lane_offsets, line_offsets, placed, to_rows
+from quantlab.kernels.key_scales import inverse_scales, magnitude_bits, scale_codes
+from quantlab.kernels.lanes import column_of_place, from_rows, lane_offsets, line_offsets, placed, to_rows
 from quantlab.kernels.nvfp4_encode import block_maxima, encode_blocks, packed_tops
 from quantlab.kernels.packed import product, three_parts
 from quantlab.kernels.random import element_words
@@ -120,8 +121,8 @@ def record_weights(
 # Triton would compile anew for a stream that is a multiple of 16.
 @triton.jit(do_not_specialize=("stream",))
 def flush_head_kernel(
-    flush_rows, flush_count, slots, checkpoint, checkpoint_scales, words, scales, global_scale, k_buffer, d_buffer,
-    log_decays, origin, q, k, d, log_decay, output, store_numbers, sequence_ids, seed, stream,
+    flush_rows, flush_count, slots, checkpoint, checkpoint_scales, words, scales, global_scale, key_scales, k_buffer,
+    d_buffer, log_decays, origin, q, k, d, log_decay, output, store_numbers, sequence_ids, seed, stream,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr, R: tl.constexpr, RUN: tl.constexpr, STORE: tl.constexpr, ROUNDS: tl.constexpr,
     GLOBAL: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
@@ -178,7 +179,7 @@ def flush_head_kernel(
         if output is not None and TILES > 1:
             query_at = q + (b * G + g) * N + lane_offsets(R, N, 0, RUN, WARPS)
             query = to_rows(widened(tl.load(query_at)), R, N, RUN, WARPS)
-        blocks, maxima, results = (), (), ()
+        blocks, maxima, results, kept = (), (), (), ()
         for tile in tl.static_range(TILES):
             window = product(records[tile], low, None)
             window = product(records[tile], middle, window)
@@ -207,17 +208,35 @@ def flush_head_kernel(
                     tl.store(output + (b * H + h) * P + r, narrowed(result, output.dtype.element_ty))
                 else:
                     results += (lane_sums(folded * query, R, N, WARPS),)
-            part = blocks_of(from_rows(values, R, N, RUN, WARPS), R, N, RUN)
-            blocks += (part,)
-            maxima += (block_maxima(part),)
+            if key_scales is None:
+                part = blocks_of(from_rows(values, R, N, RUN, WARPS), R, N, RUN)
+                blocks += (part,)
+                maxima += (block_maxima(part),)
+            else:
+                kept += (values,)
         if output is not None and TILES > 1:
             row = tl.arange(0, 8 * R)
             result = narrowed(sums_of_lanes(results, R), output.dtype.element_ty)
             tl.store(output + (b * H + h) * P + row, result, mask=row < P)
-        most = maxima[0]
-        for tile in tl.static_range(1, TILES):
-            most = tl.maximum(most, maxima[tile])
-        shared, _ = float_scale(tl.max(most), 1.0, GLOBAL)
+        if key_scales is None:
+            most = maxima[0]
+            for tile in tl.static_range(1, TILES):
+                most = tl.maximum(most, maxima[tile])
+            largest = tl.max(most)
+        else:
+            bits = magnitude_bits(kept[0])
+            for tile in tl.static_range(1, TILES):
+                bits = tl.maximum(bits, magnitude_bits(kept[tile]))
+            bits = tl.max(bits, 0)
+            exponents = scale_codes(bits)
+            tl.store(key_scales + head * N + column_of_place(column, R, N, RUN, WARPS), exponents.to(tl.uint8))
+            inverse = inverse_scales(exponents)
+            largest = tl.max(bits.to(tl.float32, bitcast=True) * inverse)
+            for tile in tl.static_range(TILES):
+                divided = from_rows(kept[tile] * inverse[None, :], R, N, RUN, WARPS)
+                blocks += (blocks_of(divided, R, N, RUN),)
+                maxima += (block_maxima(blocks[tile]),)
+        shared, _ = float_scale(largest, 1.0, GLOBAL)
         tl.store(global_scale + head, shared)
         for tile in tl.static_range(TILES):
             first = head * (P * N) + tile * (R * N)

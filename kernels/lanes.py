@@ -30,6 +30,15 @@ def placed(x, R: tl.constexpr, N: tl.constexpr, RUN: tl.constexpr, WARPS: tl.con
 
 
 @triton.jit
+def column_of_place(place, R: tl.constexpr, N: tl.constexpr, RUN: tl.constexpr, WARPS: tl.constexpr):
+    """Which column of the state stands at a place of row form: the inverse of ``placed``."""
+    BESIDE: tl.constexpr = WARPS * 16 // R if R < 64 else 1
+    side, m = (place // 8) % BESIDE, (place // (8 * BESIDE)) % (RUN // 2)
+    line = place // (4 * RUN * BESIDE) + (N // (4 * RUN * BESIDE)) * side
+    return (4 * line + (place // 2) % 4) * RUN + 2 * m + place % 2
+
+
+@triton.jit
 def line_offsets(R: tl.constexpr, N: tl.constexpr, ROW: tl.constexpr, RUN: tl.constexpr, WARPS: tl.constexpr):
     """Where each line of lane form begins, (R N / (4 RUN),), in rows of ROW numbers."""
     BESIDE: tl.constexpr = WARPS * 16 // R

@@ -4,7 +4,7 @@ Layout (S slots, B rows of the batch; ``slots[b]`` is the row's slot, negative f
 
     checkpoint   (S, H, P, N)            float32, float16, bfloat16
     words        (S, H, P, N / 8)        int32, eight E2M1 codes of the read copy, lowest nibble first
-    scales       (S, H, P, N / 16)       uint8 E4M3;  global_scale (S, H) float32
+    scales       (S, H, P, N / 16)       uint8 E4M3;  global_scale (S, H) float32;  key_scales (S, H, N) uint8 or None
     k_buffer     (S, G, RING, N)         one record of a group is shared by its heads
     d_buffer     (S, H, RING, P)         a head's records are one block of memory
     log_decays   (S, H, RING)            float32
@@ -27,7 +27,7 @@ import triton.language as tl
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.checkpoints import decoded_tile, store_tile
 from quantlab.kernels.copy_tiles import copy_rows
-from quantlab.kernels.decode import widened
+from quantlab.kernels.decode import e8m0, widened
 from quantlab.kernels.flush import ring_place
 from quantlab.kernels.packed import (
     HALF_UNIT,
@@ -99,13 +99,14 @@ def record_columns(weight, c, first: tl.constexpr):
 
 @triton.jit
 def read_copy_kernel(
-    words, scales, global_scale, d_buffer, positions, slots, origin, q, d, coefficients, decays, output,
+    words, scales, global_scale, key_scales, d_buffer, positions, slots, origin, q, d, coefficients, decays, output,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr, VIEWED: tl.constexpr, R: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """From the NVFP4 copy: output, and the token's d behind a window that it does not fill.
 
-    A program takes R consecutive value rows of a group's heads, of two heads at most (R divides (H / G) P, R <= P).
+    A program takes R consecutive value rows of a group's heads, of two heads at most (R divides (H / G) P, R <= P); of
+    one head where there are key scales (R divides P), which make the query the head's own.
     One product of tensor cores reads the codes along the two parts of the query, another sums the records: columns 0
     and 1 of the result are the state's, 2 to 4 the records' of the first head, 5 to 7 of the second.
 
@@ -122,11 +123,15 @@ def read_copy_kernel(
     slot = tl.load(slots + b).to(tl.int64)
     if (n < 0) | (n >= (L if VIEWED else L - 1)):
         return
-    high, low, query_unit = half_query(widened(tl.load(q + (b * G + g) * N + key_of_half_column(column, N))))
+    h = g * (H // G) + first // P
+    at = key_of_half_column(column, N)
+    scaled_query = widened(tl.load(q + (b * G + g) * N + at))
+    if key_scales is not None:
+        scaled_query *= e8m0(tl.load(key_scales + (slot * H + h) * N + at))
+    high, low, query_unit = half_query(scaled_query)
     query = tl.where((c == 0)[:, None], high[None, :], 0.0).to(tl.float16)
     query = tl.where((c == 1)[:, None], low[None, :], query)
     row = first + r  # of the group
-    h = g * (H // G) + first // P
     state_row = (slot * H + g * (H // G)) * P + first
     tile_words = tl.load(
         words + state_row * (N // 8) + (r[:, None] * (N // 8) + tl.arange(0, N // 8)[None, :])

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
-from quantlab.kernels.decode import widened
+from quantlab.kernels.decode import e8m0, widened
 from quantlab.kernels.flush import ring_place
 from quantlab.kernels.mamba2 import stored_rows
 from quantlab.kernels.packed import (
@@ -92,7 +92,7 @@ def draft_window_kernel(
 
 @triton.jit
 def draft_read_copy_kernel(
-    words, scales, global_scale, d_buffer, positions, slots, origin, q, d, coefficients, decays, output,
+    words, scales, global_scale, key_scales, d_buffer, positions, slots, origin, q, d, coefficients, decays, output,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, RING: tl.constexpr, T: tl.constexpr,
     R: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -115,8 +115,12 @@ def draft_read_copy_kernel(
     start = tl.load(origin + slot)
     t = c // 2
     upper = (c % 2 == 0)[None, :]
-    query_at = q + ((b * T + t) * G + g)[:, None] * N + key_of_half_column(column, N)[None, :]
-    high, low, query_unit = half_queries(widened(tl.load(query_at, mask=(t < T)[:, None], other=0)))
+    at = key_of_half_column(column, N)
+    query_at = q + ((b * T + t) * G + g)[:, None] * N + at[None, :]
+    queries = widened(tl.load(query_at, mask=(t < T)[:, None], other=0))
+    if key_scales is not None:
+        queries *= e8m0(tl.load(key_scales + (slot * H + h) * N + at))[None, :]
+    high, low, query_unit = half_queries(queries)
     query = tl.where(tl.trans(upper), high, low)
     state_row = (slot * H + h) * P + first
     tile_words = tl.load(

@@ -76,9 +76,11 @@ def configuration(policy: Policy, shape: StateShape, batch: int) -> Configuratio
         rows //= 2
     step = Tiles(rows, warps=2 if rows > 4 and (stochastic or policy.checkpoint.recipe) else 1)
     if read_copies.by_head(policy.read_copy):
-        # Of a group's rows in one piece: a tile may hold the end of one head and the beginning of the next.
+        # Of a group's rows in one piece: a tile may hold the end of one head and the beginning of the next, unless
+        # key scales give each head a query of its own.
         group_rows = shape.heads // shape.key_heads * shape.value_dim
-        wanted = _dividing(group_rows, 64)
+        keyed = policy.read_copy is not None and policy.read_copy.key_scale
+        wanted = _dividing(shape.value_dim if keyed else group_rows, 64)
         read_rows = wanted if wanted <= shape.value_dim else _dividing(shape.value_dim, wanted)
         registers = 96 if read_rows == 64 and not long else None
     else:
@@ -241,11 +243,11 @@ def _flush(
     shape, copy = pool.shape, pool.policy.read_copy
     by_head = read_copies.by_head(copy)
     if copy is None:
-        codes, block = (None,) * 3, None
+        codes, block = (None,) * 4, None
     elif by_head:
         codes, block = read_copies.words_of(pool), recipe_of(copy).options
     else:
-        codes, block = (pool.copy_codes, pool.copy_scales, None), copy_store_of(copy)
+        codes, block = (pool.copy_codes, pool.copy_scales, None, None), copy_store_of(copy)
     token = (None,) * 4 if inputs is None else _token(inputs)
     arguments = (
         plan.flush_rows,

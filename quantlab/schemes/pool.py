@@ -12,6 +12,7 @@ Layout (S slots, H heads, G key heads, V value dim, K key dim, R records; everyt
     copy_codes        (S, H, V, K / 2)  uint8, two 4-bit codes a byte, low nibble = even element; fp8: (S, H, V, K)
     copy_scales       (S, H, V, K / 16) uint8 E4M3; mxfp4: (S, H, V, K / 32) uint8 E8M0; fp8: (S, H, V) float32
     copy_global_scale (S, H)            float32, nvfp4 alone
+    copy_key_scales   (S, H, K)         uint8 E8M0, nvfp4+keyscale alone
     k_buffer          (S, G, R, K)      the records of a group are one block of memory; shared by the group's heads
     d_buffer          (S, H, R, V)      what was written along k
     v_buffer          (S, H, R, V)      contents=raw: what d is derived from again
@@ -22,8 +23,9 @@ Record j of a slot stands at ring position (origin + j) mod R; R is a power of t
 this remainder.  Positions behind the cursor, and behind the drafts that follow it, are undefined memory.
 """
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +38,9 @@ from quantlab.schemes import checks
 from quantlab.schemes.fits import check_policy_fits
 from quantlab.schemes.ledger import StateShape, uses_raw
 from quantlab.schemes.policy import Policy, parse_policy
+
+COPY_PARTS = ("copy_codes", "copy_scales", "copy_global_scale", "copy_key_scales")
+"""The tensors of a pool that hold a read copy."""
 
 BUFFER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -76,6 +81,7 @@ class LayerPool:
     copy_codes: Tensor | None
     copy_scales: Tensor | None
     copy_global_scale: Tensor | None
+    copy_key_scales: Tensor | None
     k_buffer: Tensor | None
     d_buffer: Tensor | None
     v_buffer: Tensor | None
@@ -197,7 +203,7 @@ def _layer(
         return None if dtype is None else torch.empty((slots, *sizes), dtype=dtype, device=device)
 
     code_dtype, scale_dtype = _checkpoint_dtypes(policy.checkpoint)
-    copy = dict.fromkeys(("copy_codes", "copy_scales", "copy_global_scale"))
+    copy = dict.fromkeys(COPY_PARTS)
     if policy.read_copy is not None:
         name = policy.read_copy.name
         packed = key_dim if name == "fp8_e4m3" else key_dim // 2
@@ -208,6 +214,7 @@ def _layer(
             block = 16 if name == "nvfp4" else 32
             copy["copy_scales"] = memory(torch.uint8, heads, value_dim, key_dim // block)
         copy["copy_global_scale"] = memory(torch.float32 if name == "nvfp4" else None, heads)
+        copy["copy_key_scales"] = memory(torch.uint8 if policy.read_copy.key_scale else None, heads, key_dim)
     return LayerPool(
         policy=policy,
         family=family,
@@ -260,8 +267,9 @@ def unpoolable(policy: Policy, family: str, shape: StateShape) -> str | None:
         return "one scale a value row in the checkpoint"
     if copy is not None:
         granularity = {"nvfp4": "matrix", "fp8_e4m3": "row", "mxfp4": None}
-        if not _plain(copy) or copy.name not in granularity or copy.stochastic:
-            return "a read copy of nvfp4, mxfp4 or fp8, rounded to nearest"
+        plain = dataclasses.replace(copy, key_scale=False) if copy.name == "nvfp4" else copy
+        if not _plain(plain) or copy.name not in granularity or copy.stochastic:
+            return "a read copy of nvfp4, nvfp4+keyscale, mxfp4 or fp8, rounded to nearest"
         if granularity[copy.name] is not None and copy.granularity != granularity[copy.name]:
             return f"{copy.name}:{granularity[copy.name]} as the read copy"
         if shape.key_dim % 32:
@@ -294,20 +302,32 @@ def _checkpoint_dtypes(stored: Format) -> tuple[torch.dtype, torch.dtype | None]
     return {"fp8_e4m3": torch.uint8, "int8": torch.int8}[stored.name], torch.float32
 
 
-def pooled_copy(encoded: Encoded, stored: Format) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """``copy_codes``, ``copy_scales``, ``copy_global_scale`` of an encoded read copy (n, H, V, K)."""
+def pooled_copy(encoded: Encoded, stored: Format) -> dict[str, Tensor]:
+    """The ``COPY_PARTS`` of an encoded read copy (n, H, V, K) that there are, by name."""
     codes = encoded.codes if stored.name == "fp8_e4m3" else pack_nibbles(encoded.codes)
     scales = encoded.scales
     if stored.name == "fp8_e4m3" and scales is not None:
         scales = scales.reshape(scales.shape[:3])
-    return codes, scales, encoded.global_scale
+    by_key = None if encoded.key_scales is None else encoded.key_scales.squeeze(-2)
+    parts = zip(COPY_PARTS, (codes, scales, encoded.global_scale, by_key), strict=True)
+    return {name: part for name, part in parts if part is not None}
 
 
-def encoded_copy(codes: Tensor, scales: Tensor, global_scale: Tensor | None, stored: Format) -> Encoded:
+def encoded_copy(parts: Mapping[str, Tensor], stored: Format) -> Encoded:
     """The inverse of ``pooled_copy``."""
+    codes, scales, global_scale, by_key = (parts.get(name) for name in COPY_PARTS)
+    assert codes is not None
+    assert scales is not None
     if stored.name == "fp8_e4m3":
         return Encoded(codes, scales[..., None])
-    return Encoded(unpack_nibbles(codes), scales, global_scale)
+    by_key = None if by_key is None else by_key.unsqueeze(-2)
+    return Encoded(unpack_nibbles(codes), scales, global_scale, key_scales=by_key)
+
+
+def copy_of(pool: LayerPool, slots: Tensor) -> dict[str, Tensor]:
+    """The ``COPY_PARTS`` of the slots (n,) that the pool has, by name."""
+    parts = {name: getattr(pool, name) for name in COPY_PARTS}
+    return {name: part[slots] for name, part in parts.items() if part is not None}
 
 
 def bytes_of_slot(pool: LayerPool) -> int:

@@ -16,7 +16,7 @@ from quantlab.formats import Encoded
 from quantlab.formats.random import random_words
 from quantlab.recurrences import Records, fold, get_recurrence, solve_deltas
 from quantlab.schemes import checks
-from quantlab.schemes.pool import LayerPool, SlotCounters, encoded_copy, pooled_copy, window_memory
+from quantlab.schemes.pool import LayerPool, SlotCounters, copy_of, encoded_copy, pooled_copy, window_memory
 from quantlab.schemes.rows import DRAFTS
 from quantlab.schemes.saving import SAVE_VERSION
 from quantlab.schemes.state import DecodeState
@@ -228,8 +228,7 @@ def _put_stored(
     parts = {"checkpoint": stored.codes, "checkpoint_scales": stored.scales}
     if copy is not None:
         assert pool.policy.read_copy is not None
-        names = ("copy_codes", "copy_scales", "copy_global_scale")
-        parts |= zip(names, pooled_copy(copy, pool.policy.read_copy), strict=True)
+        parts |= pooled_copy(copy, pool.policy.read_copy)
     for name, value in parts.items():
         memory = getattr(pool, name)
         if memory is not None and value is not None:
@@ -271,11 +270,8 @@ def _rings(pool: LayerPool) -> dict[str, Tensor]:
 def _encoded(pool: LayerPool, slots: Tensor) -> dict[str, Encoded]:
     parts = {"checkpoint": _checkpoint(pool, slots)}
     if pool.policy.read_copy is not None:
-        assert pool.copy_codes is not None
-        assert pool.copy_scales is not None
-        shared = None if pool.copy_global_scale is None else pool.copy_global_scale[slots]
-        copy = pool.copy_codes[slots].cpu(), pool.copy_scales[slots].cpu(), shared
-        parts["read_copy"] = encoded_copy(*copy, pool.policy.read_copy)
+        copy = {name: part.cpu() for name, part in copy_of(pool, slots).items()}
+        parts["read_copy"] = encoded_copy(copy, pool.policy.read_copy)
     return parts
 
 

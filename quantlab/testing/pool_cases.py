@@ -29,6 +29,8 @@ FAST = [
     _case("fp16@16:buffer=bf16", token=BF16),
     _case("fp16+sr/nvfp4@4:buffer=bf16", TINY, exact=True),
     _case("fp32/nvfp4@4:buffer=bf16", StateShape(1, 64, 32, 1), token=BF16),
+    _case("fp16+sr/nvfp4+keyscale@4:buffer=bf16", StateShape(1, 64, 32, 1), token=BF16),
+    _case("int8/nvfp4+keyscale@4", TINY),
     _case("fp32/fp8@4:buffer=bf16", TINY),
     _case("fp8+sr/mxfp4@4", TINY),
     _case("fp8+sr/nvfp4@4:buffer=fp16", TINY, token=FP16, foreign=True),
@@ -61,6 +63,14 @@ SLOW = [
     _case("fp8+sr/nvfp4@16:buffer=bf16", StateShape(2, 64, 128, 1), token=BF16, output=BF16),
     _case("int8/nvfp4@32:buffer=bf16", StateShape(1, 128, 64, 1), token=BF16),
     _case("fp16+sr@16:buffer=bf16", StateShape(3, 80, 64, 3), token=FP16, output=FP16),
+    _case("fp32/nvfp4+keyscale@16:buffer=bf16", GROUPED, token=BF16),
+    _case("fp16/nvfp4+keyscale@4:buffer=bf16", StateShape(2, 80, 64, 1), token=BF16, output=BF16),
+    _case("fp32/nvfp4+keyscale@4:buffer=bf16", StateShape(2, 64, 128, 1), token=BF16, exact=True),
+    _case("fp8+sr/nvfp4+keyscale@16:buffer=bf16", StateShape(1, 96, 128, 1), token=BF16, foreign=True),
+    _case("int8+sr/nvfp4+keyscale@4:buffer=bf16", StateShape(1, 128, 64, 1), token=BF16),
+    _case("bf16+sr/nvfp4+keyscale@5:flush_read=copy", StateShape(2, 48, 32, 1)),
+    _case("fp16+sr/nvfp4+keyscale@4:buffer=bf16", StateShape(1, 16, 256, 1), token=BF16),
+    _case("fp32/nvfp4+keyscale@6:buffer=bf16", StateShape(2, 64, 64, 1), token=BF16, drafts=3),
     _case("int8/mxfp4@4"),
     _case("fp32/mxfp4@16:buffer=bf16", GROUPED, token=BF16),
     _case("fp16+sr/fp8@4:buffer=bf16", GROUPED, token=BF16),
@@ -102,6 +112,7 @@ _MAMBA2_SHAPES = ((64, 64, 128, 8), (128, 64, 128, 8), (96, 80, 128, 8), (80, 64
 _MAMBA2_POLICIES = (
     "fp32@1 fp16@1 fp16+sr@1 fp8+sr@1 fp32@16:buffer=bf16 fp16@16:buffer=bf16 fp8+sr@16:buffer=bf16 fp32@16 "
     "fp32/nvfp4@16:buffer=bf16 fp16+sr/nvfp4@16:buffer=bf16 fp8+sr/nvfp4@16:buffer=bf16 int8/nvfp4@16:buffer=bf16 "
+    "fp32/nvfp4+keyscale@16:buffer=bf16 fp16+sr/nvfp4+keyscale@16:buffer=bf16 fp8/nvfp4+keyscale@16:buffer=bf16 "
     "fp16+sr/mxfp4@16:buffer=bf16 fp32/fp8@16:buffer=bf16"
 ).split()
 _DELTA_SHAPES = ((32, 128, 128, 16), (64, 128, 128, 16), (30, 192, 96, 30))

@@ -18,7 +18,7 @@ from quantlab.formats.random import random_words
 from quantlab.formats.rounding import decode_fields, encode_element, encode_integer
 from quantlab.formats.table import Element, Integer
 from quantlab.recurrences import DecayAxis, StepInputs, expand_groups, get_recurrence
-from quantlab.schemes.pool import LayerPool, encoded_copy, pooled_copy
+from quantlab.schemes.pool import LayerPool, copy_of, encoded_copy, pooled_copy
 from quantlab.schemes.store import CHECKPOINT_PART
 from quantlab.testing import assert_close
 
@@ -187,14 +187,10 @@ def _check_copy(pool: LayerPool, slot: int, what: str) -> None:
     copy = pool.policy.read_copy
     if copy is None:
         return
-    expected = pooled_copy(copy.quantize(_decoded(pool, slot)[None]), copy)
-    names = ("copy_codes", "copy_scales", "copy_global_scale")
-    for name, wanted in zip(names, expected, strict=True):
+    for name, wanted in pooled_copy(copy.quantize(_decoded(pool, slot)[None]), copy).items():
         memory = getattr(pool, name)
-        if memory is not None:
-            assert wanted is not None
-            differ = memory[slot] != wanted[0].view(memory.dtype)
-            assert not differ.any(), f"{what}: {int(differ.sum())} of {differ.numel()} {name} differ"
+        differ = memory[slot] != wanted[0].view(memory.dtype)
+        assert not differ.any(), f"{what}: {int(differ.sum())} of {differ.numel()} {name} differ"
 
 
 def _within(got: Tensor, low: Tensor, high: Tensor, what: str) -> None:
@@ -317,9 +313,6 @@ def _decoded(pool: LayerPool, slot: int) -> Tensor:
 
 def _decoded_copy(pool: LayerPool, slot: int) -> Tensor:
     """float32 values of a slot's read copy."""
-    assert pool.copy_codes is not None
-    assert pool.copy_scales is not None
     assert pool.policy.read_copy is not None
-    shared = None if pool.copy_global_scale is None else pool.copy_global_scale[[slot]]
-    copy = encoded_copy(pool.copy_codes[[slot]], pool.copy_scales[[slot]], shared, pool.policy.read_copy)
+    copy = encoded_copy(copy_of(pool, torch.tensor([slot])), pool.policy.read_copy)
     return pool.policy.read_copy.dequantize(copy)[0]

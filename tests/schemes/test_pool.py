@@ -25,6 +25,7 @@ CHAINS = {
         "fp16+sr/nvfp4@4:buffer=bf16",
         "fp8+sr/mxfp4@3",
         "fp32/fp8@4",
+        "fp16+sr/nvfp4+keyscale@3",
     ),
     "gated_delta": (
         "fp16@1",
@@ -140,7 +141,8 @@ def test_what_a_step_does_not_name_stays():
 
 
 @pytest.mark.parametrize(
-    "policy", ["fp8+sr/nvfp4@4:buffer=bf16", "int8@4", "bf16/fp8@4:buffer=fp16", "fp16@1"]
+    "policy",
+    ["fp8+sr/nvfp4@4:buffer=bf16", "fp32/nvfp4+keyscale@4", "int8@4", "bf16/fp8@4:buffer=fp16", "fp16@1"]
 )
 def test_a_state_survives_the_pool(policy):
     """Put and read back: stored bits, records, counters, drafts behind the cursor."""
@@ -192,7 +194,9 @@ REFUSED = {
     "error feedback": ("int8+ef@1", "mamba2", "a checkpoint of fp32"),
     "a rotated copy": ("fp32/nvfp4+hadamard@4", "mamba2", "a read copy of nvfp4"),
     "a component beside the copy": ("fp32/nvfp4+rank2@4", "mamba2", "a read copy of nvfp4"),
-    "scales of key columns": ("fp32/nvfp4+keyscale@4", "mamba2", "a read copy of nvfp4"),
+    "scales of key columns over blocks of powers": ("fp32/mxfp4+keyscale@4", "mamba2", "nvfp4\\+keyscale"),
+    "key scales and a component": ("fp32/nvfp4+keyscale+rank1@4", "mamba2", "nvfp4\\+keyscale"),
+    "scales of the checkpoint's key columns": ("int8+keyscale@4", "mamba2", "a checkpoint of fp32"),
     "a mean beside the checkpoint": ("int8+mean@4", "mamba2", "a checkpoint of fp32"),
     "a stochastic copy": ("fp32/nvfp4+sr@4", "mamba2", "a read copy of nvfp4"),
     "a global scale a row": ("fp32/nvfp4:row@4", "mamba2", "nvfp4:matrix"),
