@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.decode import element_value, widened
-from quantlab.kernels.key_scales import inverse_scales, magnitude_bits, scale_codes
+from quantlab.kernels.key_scales import inverse_factors, scale_codes
 from quantlab.kernels.nvfp4_encode import block_maxima, block_pointers, encode_blocks, pack_words
 from quantlab.kernels.scales import float_scale
 
@@ -38,17 +38,17 @@ def store_key_scales(
     Returns their inverses (16 / WIDTH, N / 16, WIDTH), places as ``block_pointers`` has them, and the largest magnitude
     of what is left of the head.
     """
-    bits = tl.zeros((16 // WIDTH, N // 16, WIDTH), tl.int32)
+    largest = tl.zeros((16 // WIDTH, N // 16, WIDTH), tl.float32)
     for tile in tl.range(P // R):
         row = tile * R + tl.arange(0, R)
         values = stored_blocks(checkpoint, checkpoint_scales, head, row, P, N, WIDTH, STORE)
-        bits = tl.maximum(bits, tl.max(magnitude_bits(values), 1))
-    codes = scale_codes(bits)
+        largest = tl.maximum(largest, tl.max(tl.abs(values), 1))
+    codes = scale_codes(largest)
     part, block, place = tl.arange(0, 16 // WIDTH), tl.arange(0, N // 16), tl.arange(0, WIDTH)
     column = WIDTH * part[:, None, None] + 16 * block[None, :, None] + place[None, None, :]
     tl.store(key_scales + head * N + column, codes.to(tl.uint8))
-    inverse = inverse_scales(codes)
-    return inverse, tl.max(bits.to(tl.float32, bitcast=True) * inverse)
+    inverse = inverse_factors(codes)
+    return inverse, tl.max(largest * inverse)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.checkpoints import decoded_lanes, rounded_tile
 from quantlab.kernels.decode import widened
 from quantlab.kernels.flush import ring_place
-from quantlab.kernels.key_scales import inverse_scales, magnitude_bits, scale_codes
+from quantlab.kernels.key_scales import inverse_factors, scale_codes
 from quantlab.kernels.lanes import column_of_place, from_rows, lane_offsets, line_offsets, placed, to_rows
 from quantlab.kernels.nvfp4_encode import block_maxima, encode_blocks, packed_tops
 from quantlab.kernels.packed import product, three_parts
@@ -218,25 +218,21 @@ def flush_head_kernel(
             row = tl.arange(0, 8 * R)
             result = narrowed(sums_of_lanes(results, R), output.dtype.element_ty)
             tl.store(output + (b * H + h) * P + row, result, mask=row < P)
-        if key_scales is None:
-            most = maxima[0]
+        if key_scales is not None:
+            largest = tl.abs(kept[0])
             for tile in tl.static_range(1, TILES):
-                most = tl.maximum(most, maxima[tile])
-            largest = tl.max(most)
-        else:
-            bits = magnitude_bits(kept[0])
-            for tile in tl.static_range(1, TILES):
-                bits = tl.maximum(bits, magnitude_bits(kept[tile]))
-            bits = tl.max(bits, 0)
-            exponents = scale_codes(bits)
+                largest = tl.maximum(largest, tl.abs(kept[tile]))
+            exponents = scale_codes(tl.max(largest, 0))
             tl.store(key_scales + head * N + column_of_place(column, R, N, RUN, WARPS), exponents.to(tl.uint8))
-            inverse = inverse_scales(exponents)
-            largest = tl.max(bits.to(tl.float32, bitcast=True) * inverse)
+            inverse = inverse_factors(exponents)
             for tile in tl.static_range(TILES):
                 divided = from_rows(kept[tile] * inverse[None, :], R, N, RUN, WARPS)
                 blocks += (blocks_of(divided, R, N, RUN),)
                 maxima += (block_maxima(blocks[tile]),)
-        shared, _ = float_scale(largest, 1.0, GLOBAL)
+        most = maxima[0]
+        for tile in tl.static_range(1, TILES):
+            most = tl.maximum(most, maxima[tile])
+        shared, _ = float_scale(tl.max(most), 1.0, GLOBAL)
         tl.store(global_scale + head, shared)
         for tile in tl.static_range(TILES):
             first = head * (P * N) + tile * (R * N)

@@ -12,24 +12,24 @@ the largest of the divided column maxima.
 import triton
 import triton.language as tl
 
-from quantlab.kernels.decode import e8m0
-
 
 @triton.jit
-def magnitude_bits(x):
-    """float32 -> bit patterns of |x| in int32, which order like the magnitudes."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def scale_codes(bits):
-    """``magnitude_bits`` of the largest number of each column -> E8M0 codes in int32: 2^e <= it < 2^(e + 1), 0 for
-    subnormals, 2^0 for a column of zeros.
+def scale_codes(largest):
+    """Largest magnitudes of columns, float32 -> E8M0 codes in int32: 2^e <= it < 2^(e + 1), 0 for subnormals, 2^0 for a
+    column of zeros.
     """
+    bits = largest.to(tl.int32, bitcast=True)
     return tl.where(bits == 0, 127, tl.minimum(bits >> 23, 254))
 
 
 @triton.jit
-def inverse_scales(codes):
-    """What a column is multiplied by in place of a division: the same number, rounded once."""
-    return e8m0(254 - codes)
+def key_factors(codes):
+    """E8M0 codes of any integer type, none of them a NaN -> 2^e, float32."""
+    # 2^-127 is a subnormal.
+    return tl.maximum(codes.to(tl.int32) << 23, 0x00400000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_factors(codes):
+    """2^-e of codes in int32: times it is division by 2^e, the same number rounded once."""
+    return key_factors(254 - codes)

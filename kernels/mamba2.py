@@ -27,8 +27,9 @@ import triton.language as tl
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.checkpoints import decoded_tile, store_tile
 from quantlab.kernels.copy_tiles import copy_rows
-from quantlab.kernels.decode import e8m0, widened
+from quantlab.kernels.decode import widened
 from quantlab.kernels.flush import ring_place
+from quantlab.kernels.key_scales import key_factors
 from quantlab.kernels.packed import (
     HALF_UNIT,
     LOW_QUERY,
@@ -127,7 +128,7 @@ def read_copy_kernel(
     at = key_of_half_column(column, N)
     scaled_query = widened(tl.load(q + (b * G + g) * N + at))
     if key_scales is not None:
-        scaled_query *= e8m0(tl.load(key_scales + (slot * H + h) * N + at))
+        scaled_query *= key_factors(tl.load(key_scales + (slot * H + h) * N + at))
     high, low, query_unit = half_query(scaled_query)
     query = tl.where((c == 0)[:, None], high[None, :], 0.0).to(tl.float16)
     query = tl.where((c == 1)[:, None], low[None, :], query)

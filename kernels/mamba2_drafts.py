@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
-from quantlab.kernels.decode import e8m0, widened
+from quantlab.kernels.decode import widened
 from quantlab.kernels.flush import ring_place
+from quantlab.kernels.key_scales import key_factors
 from quantlab.kernels.mamba2 import stored_rows
 from quantlab.kernels.packed import (
     HALF_UNIT,
@@ -119,7 +120,7 @@ def draft_read_copy_kernel(
     query_at = q + ((b * T + t) * G + g)[:, None] * N + at[None, :]
     queries = widened(tl.load(query_at, mask=(t < T)[:, None], other=0))
     if key_scales is not None:
-        queries *= e8m0(tl.load(key_scales + (slot * H + h) * N + at))[None, :]
+        queries *= key_factors(tl.load(key_scales + (slot * H + h) * N + at))[None, :]
     high, low, query_unit = half_queries(queries)
     query = tl.where(tl.trans(upper), high, low)
     state_row = (slot * H + h) * P + first

@@ -13,7 +13,7 @@ from quantlab.kernels import target
 from quantlab.kernels.nvfp4_encode import quotient, reciprocal
 from quantlab.kernels.steps import load_states
 from quantlab.schemes.ledger import StateShape
-from quantlab.schemes.pool import allocate_pool
+from quantlab.schemes.pool import allocate_pool, copy_of
 
 SHAPE = StateShape(heads=2, value_dim=16, key_dim=64, key_heads=1)
 THRESHOLDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -45,6 +45,8 @@ def hard_states() -> dict[str, Tensor]:
     zeros[0], zeros[1] = -0.0, 0
     zeros[2, 0, :, :16] *= 1e-8
     zeros[3, 0, :, :16] = 1e-44
+    zeros[4, :, :, ::3] = 0
+    zeros[5, :, :, ::3] *= 1e-38
 
     # Block maxima at six times an E4M3 number, and half a step above it.
     scale = (
@@ -58,6 +60,7 @@ def hard_states() -> dict[str, Tensor]:
     return {
         "normal": normal(),
         "rows of all sizes": normal() * powers(-40, 40, *size[:3], 1),
+        "columns of all sizes": normal() * powers(-140, 120, *size[:2], 1, size[3]),
         "matrices of all sizes": normal() * powers(-60, 120, *size[:2], 1, 1),
         "subnormal matrices": normal() * powers(-149, -100, *size[:2], 1, 1),
         "heavy tails": normal() * powers(-30, 1, *size),
@@ -69,13 +72,12 @@ def hard_states() -> dict[str, Tensor]:
     }
 
 
-def encoded(name: str, device: str) -> tuple[numpy.ndarray, ...]:
-    """Copy codes, scales and global scales of a state of ``hard_states``, by the kernels that load prefill states."""
+def encoded(name: str, device: str, copy: str = "nvfp4") -> dict[str, numpy.ndarray]:
+    """A pool's parts of the copy of a state of ``hard_states``, by the kernels that load prefill states."""
     state = hard_states()[name].to(device)
-    pool = allocate_pool("fp32/nvfp4@16", "mamba2", SHAPE, len(state), device=device)[0]
+    pool = allocate_pool(f"fp32/{copy}@16", "mamba2", SHAPE, len(state), device=device)[0]
     load_states(pool, torch.arange(len(state), dtype=torch.int32, device=device), state)
-    parts = pool.copy_codes, pool.copy_scales, pool.copy_global_scale
-    return tuple(part.cpu().numpy() for part in parts if part is not None)
+    return {part: value.cpu().numpy() for part, value in copy_of(pool, torch.arange(len(state))).items()}
 
 
 @triton.jit

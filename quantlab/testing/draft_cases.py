@@ -28,7 +28,7 @@ def _channels(policy: str, drafts: int, shape: StateShape = TINY, **options) -> 
 FAST = [
     _case("fp32/nvfp4@4:buffer=bf16", 3, token=BF16),
     _case("fp16+sr@4", 2, exact=True),
-    _case("fp16+sr/nvfp4+keyscale@4:buffer=bf16", 3, token=BF16),
+    _case("fp16+sr/nvfp4+keyscale@4:buffer=bf16", 3, token=BF16, spread=8),
     _heads("fp32/nvfp4@4:buffer=bf16", 3, token=BF16),
     _channels("fp16/nvfp4@4", 3),
 ]
@@ -41,7 +41,7 @@ SLOW = [
     _case("fp32@8:buffer=bf16", 8, token=BF16, output=BF16),
     _case("fp16+sr/nvfp4@4:buffer=bf16", 4, exact=True),
     _case("fp32/nvfp4@4", 4, StateShape(2, 48, 32, 1)),
-    _case("fp32/nvfp4+keyscale@8:buffer=bf16", 6, StateShape(2, 80, 64, 1), token=BF16, output=BF16),
+    _case("fp32/nvfp4+keyscale@8:buffer=bf16", 6, StateShape(2, 80, 64, 1), token=BF16, output=BF16, spread=8),
     _case("int8+sr/nvfp4@8:buffer=fp16", 8, token=FP16, output=FP16, foreign=True),
     _case("fp16/nvfp4@16:buffer=bf16", 5, GROUPED, token=BF16, output=BF16),
     _case("fp8+sr/nvfp4@16:buffer=bf16", 7, GROUPED),

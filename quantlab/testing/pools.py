@@ -38,7 +38,8 @@ class PoolCase:
     between them, and two slots are not in the batch.  exact: numbers of few bits and no decay, so that float32 holds
     every fold and what is stored has one right answer (mamba2 alone).  foreign: the padded row names a slot that there
     is not, which kernels skip.  drafts: tokens that the pool has room for behind a window; rings then begin wherever
-    commits have left them.
+    commits have left them.  spread: state and keys are multiplied by powers of two, 2^-spread to 2^spread, one a key
+    column.
     """
 
     policy: str
@@ -53,6 +54,7 @@ class PoolCase:
     foreign: bool = False
     seed: int = 0
     drafts: int = 0
+    spread: int = 0
 
     def __str__(self) -> str:
         """The policy, the family, the shape, and what else is not as usual."""
@@ -62,7 +64,7 @@ class PoolCase:
             f"{name}={dtype}" for name, dtype in zip(("in", "out"), dtypes, strict=True) if dtype != "float32"
         ]
         words += [name for name in ("exact", "foreign") if getattr(self, name)]
-        words += [f"{self.drafts}drafts"] if self.drafts else []
+        words += [f"{getattr(self, name)}{name}" for name in ("drafts", "spread") if getattr(self, name)]
         return "_".join([self.family, self.policy, sizes, *words])
 
     @property
@@ -214,6 +216,7 @@ def _pool(case: PoolCase) -> LayerPool:
     ids = torch.arange(count) + 100
     options = {"key_heads": shape.key_heads, "seed": seed, "layer": case.layer, "sequence_ids": ids}
     initial = _numbers(case, 2, (count, shape.heads, shape.value_dim, shape.key_dim), 60, 2.0**-8)
+    initial *= _columns(case)
     state = start(policy, case.family, initial, **options)
     cursors = torch.full((count,), min(1, pool.policy.window - 1))
     live = case.live()[case.live() >= 0].long()
@@ -252,7 +255,7 @@ def _tokens(case: PoolCase) -> list[StepInputs]:
 def _token(case: PoolCase, purpose: int, rows: int) -> StepInputs:
     shape, keys = case.shape, (rows, case.shape.key_heads, case.shape.key_dim)
     q = torch.randn(keys, generator=case.random(purpose + 1000))
-    k = _numbers(case, purpose + 2000, keys, 15, 2.0**-7)
+    k = _numbers(case, purpose + 2000, keys, 15, 2.0**-7) * _columns(case)
     v = _numbers(case, purpose + 3000, (rows, shape.heads, shape.value_dim), 15, 2.0**-7)
     gate = (rows, shape.heads) + ((shape.key_dim,) if case.family == "kimi_delta" else ())
     log_decay = -0.2 * torch.randn(gate, generator=case.random(purpose + 4000)).exp()
@@ -262,6 +265,12 @@ def _token(case: PoolCase, purpose: int, rows: int) -> StepInputs:
         return StepInputs(q, k, v, log_decay)
     beta = torch.rand(rows, shape.heads, generator=case.random(purpose + 5000))
     return StepInputs(q, torch.nn.functional.normalize(k, dim=-1), v, log_decay, beta)
+
+
+def _columns(case: PoolCase) -> Tensor:
+    """(key_dim,), see ``PoolCase.spread``."""
+    sizes = torch.randint(-case.spread, case.spread + 1, (case.shape.key_dim,), generator=case.random(6))
+    return torch.exp2(sizes.float())
 
 
 def _numbers(case: PoolCase, purpose: int, shape: tuple[int, ...], most: int, unit: float) -> Tensor:

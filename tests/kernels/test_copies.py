@@ -4,27 +4,34 @@ import numpy
 import pytest
 import torch
 
-from quantlab.formats import pack_nibbles, parse
+from quantlab.formats import parse
+from quantlab.schemes.pool import pooled_copy
 from quantlab.testing import in_triton_process
 from quantlab.testing.copies import THRESHOLDS, encoded, hard_states, wrong_quotients
 
 # The interpreter has two of them in the fast tier: bits of every kind, and every block at a tie.
-FAST = ("normal", "ties")
+FAST = (("nvfp4", "normal"), ("nvfp4", "ties"), ("nvfp4+keyscale", "columns of all sizes"))
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in hard_states()]
+    ("copy", "name"),
+    [
+        pytest.param(copy, name, marks=() if (copy, name) in FAST else pytest.mark.slow)
+        for copy in ("nvfp4", "nvfp4+keyscale")
+        for name in hard_states()
+    ],
 )
 @pytest.mark.parametrize("implementation", ["interpreter", "cuda"], indirect=True)
-def test_hard_states_are_encoded_as_the_format_says(implementation, name):
+def test_hard_states_are_encoded_as_the_format_says(implementation, copy, name):
     if implementation == "cuda":
-        codes, scales, shared = encoded(name, "cuda")
+        found = encoded(name, "cuda", copy)
     else:
-        codes, scales, shared = in_triton_process(encoded, name, "cpu", interpret=True)
-    expected = parse("nvfp4").quantize(hard_states()[name])
-    numpy.testing.assert_array_equal(shared, expected.global_scale.numpy())
-    numpy.testing.assert_array_equal(scales, expected.scales.numpy())
-    numpy.testing.assert_array_equal(codes, pack_nibbles(expected.codes).numpy())
+        found = in_triton_process(encoded, name, "cpu", copy, interpret=True)
+    fmt = parse(copy)
+    expected = pooled_copy(fmt.quantize(hard_states()[name]), fmt)
+    assert found.keys() == expected.keys()
+    for part, wanted in expected.items():
+        numpy.testing.assert_array_equal(found[part], wanted.numpy(), err_msg=part)
 
 
 def test_the_hard_states_are_what_their_names_say():
@@ -37,6 +44,11 @@ def test_the_hard_states_are_what_their_names_say():
     assert (expected["subnormal matrices"].global_scale < 2.0**-126).any()
     assert (expected["zeros"].scales == 1).any(), "the smallest scale"
     assert (states["largest numbers"].abs().amax() > 3e38).all()
+    for name, code in (("zeros", 127), ("columns of all sizes", 0)):
+        keyed = parse("nvfp4+keyscale").quantize(states[name])
+        assert keyed.key_scales is not None
+        assert (keyed.key_scales == code).any(), name
+    assert (states["zeros"].abs().amax(-2) == 0).any(), "a column of zeros"
 
 
 @pytest.mark.parametrize("threshold", THRESHOLDS)
