@@ -98,7 +98,20 @@ def encode_kernel(
         if first == 0:
             tl.store(global_scale + head, shared)
         encode_rows(
-            checkpoint, checkpoint_scales, words, scales, head, first, shared, None, P, N, R, WIDTH, STORE, BLOCK
+            checkpoint,
+            checkpoint_scales,
+            words,
+            scales,
+            head,
+            first,
+            shared,
+            None,
+            P,
+            N,
+            R,
+            WIDTH,
+            STORE,
+            BLOCK,
         )
 
 

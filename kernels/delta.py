@@ -52,9 +52,9 @@ def served(policy: Policy, shape: StateShape, records: int | None) -> str | None
         return "a key dim that is no multiple of 32"
     if policy.read_copy is None:
         return None
-    if policy.read_copy.key_scale:
-        return "key scales in the read copy"
     rest = shape.key_dim - choices.power_below(shape.key_dim)
+    if rest and policy.read_copy.key_scale:
+        return "a key dim that is no power of two with key scales"
     if rest and rest != choices.power_below(rest):
         return "a key dim that is neither a power of two nor the sum of two"
     if rest and policy.checkpoint.recipe is not None and read_copies.by_head(policy.read_copy):

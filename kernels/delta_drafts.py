@@ -16,7 +16,8 @@ two from T on, at least 4.  What the window launch leaves for the read:
     coefficients (B, H, T, 2, J)    of the records, along each draft's key and query; zero from n on
     pairs        (B, H, T, 2, TP)   of draft s (third axis) along the key of draft t > s, and along the query of t >= s
     decays       (B, H, T, 2)       whole_t, times the unit of a vector's halves where a copy is read along it
-    halves       (B, G, 4 TP, K)    float16 parts of keys and queries, a column each; kimi_delta (B, H, ...), decayed
+    halves       (B, G, 4 TP, K)    float16 parts of keys and queries, a column each; kimi_delta (B, H, ...), decayed;
+                                    (B, H, ...) with key_scales (S, H, K), which they are multiplied by
     vectors      (B, H, T, 2, K)    kimi_delta where the checkpoint is read: decayed keys and queries
 """
 
@@ -35,6 +36,7 @@ from quantlab.kernels.delta_window import (
     channel_columns,
     channel_sums,
     entries,
+    factors_of,
     newest_first,
     ring_place,
     store_half,
@@ -75,9 +77,16 @@ def token_sums(total, R: tl.constexpr, TP: tl.constexpr):
 
 
 @triton.jit
+def store_draft(halves, t, key, query, column, K: tl.constexpr, SIZE: tl.constexpr):
+    """``store_half`` of the key and the query of draft t, in its columns; returns their units."""
+    key_unit = store_half(halves + first_column(t, 0) * K, key, column, K, SIZE)
+    return key_unit, store_half(halves + first_column(t, 1) * K, query, column, K, SIZE)
+
+
+@triton.jit
 def head_draft_window_kernel(
     positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta, coefficients, pairs,
-    halves, decays,
+    halves, decays, key_scales,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, RING: tl.constexpr,
     T: tl.constexpr, TP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, KEY_COPY: tl.constexpr,
 ):  # fmt: skip
@@ -121,9 +130,21 @@ def head_draft_window_kernel(
         whole = tl.exp(window + since_window)
         key_decay, query_decay = whole, whole
         if halves is not None:
-            halves_at = halves + (b * G + g) * (4 * TP * K)
-            key_unit = store_half(halves_at + first_column(t, 0) * K, key, column, K, SIZE)
-            query_decay = whole * store_half(halves_at + first_column(t, 1) * K, query, column, K, SIZE)
+            if key_scales is None:
+                halves_at = halves + (b * G + g) * (4 * TP * K)
+                key_unit, query_unit = store_draft(halves_at, t, key, query, column, K, SIZE)
+            else:
+                key_unit, query_unit = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS,), tl.float32)
+                for i in tl.static_range(H // G):
+                    one = g * (H // G) + i
+                    factors = factors_of(key_scales + (slot * H + one) * K, column, K)
+                    halves_at = halves + (b * H + one) * (4 * TP * K)
+                    of_key, of_query = store_draft(
+                        halves_at, t, key * factors, query * factors, column, K, SIZE
+                    )
+                    key_unit = tl.where(head == i, of_key, key_unit)
+                    query_unit = tl.where(head == i, of_query, query_unit)
+            query_decay = whole * query_unit
             if KEY_COPY:
                 key_decay = whole * key_unit
         decays_at = decays + ((b * H + h) * T + t) * 2
@@ -142,7 +163,7 @@ def head_draft_window_kernel(
 @triton.jit
 def channel_draft_window_kernel(
     positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta, coefficients, pairs,
-    halves, decays, vectors,
+    halves, decays, vectors, key_scales,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, RING: tl.constexpr,
     T: tl.constexpr, TP: tl.constexpr, SIZE: tl.constexpr, KEY_COPY: tl.constexpr,
 ):  # fmt: skip
@@ -194,8 +215,10 @@ def channel_draft_window_kernel(
         key_unit, query_unit = 1.0, 1.0
         if halves is not None:
             halves_at = halves + (b * H + h) * (4 * TP * K)
-            key_unit = store_half(halves_at + first_column(t, 0) * K, key * whole, column, K, SIZE)
-            query_unit = store_half(halves_at + first_column(t, 1) * K, query * whole, column, K, SIZE)
+            read = whole
+            if key_scales is not None:
+                read *= factors_of(key_scales + (slot * H + h) * K, column, K)
+            key_unit, query_unit = store_draft(halves_at, t, key * read, query * read, column, K, SIZE)
             if not KEY_COPY:
                 key_unit = 1.0
         decays_at = decays + ((b * H + h) * T + t) * 2
@@ -233,8 +256,8 @@ def draft_product(
 
 @triton.jit
 def draft_read_kernel(
-    codes, scales, global_scale, checkpoint, checkpoint_scales, d_buffer, v_buffer, positions, slots, origin,
-    q, k, v, beta, coefficients, pairs, halves, decays, vectors, output,
+    codes, scales, global_scale, key_scales, checkpoint, checkpoint_scales, d_buffer, v_buffer, positions, slots,
+    origin, q, k, v, beta, coefficients, pairs, halves, decays, vectors, output,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr, T: tl.constexpr, TP: tl.constexpr, R: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr,
     INNER: tl.constexpr, STORE: tl.constexpr, COPY: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
@@ -266,7 +289,7 @@ def draft_read_kernel(
     column_at = (whole + token_of(c)) * 2 + kind_of(c)
     total = None
     if COPY:
-        halves_at = halves + (b * H + h if BY_KEY else b * G + g) * (4 * TP * K)
+        halves_at = halves + (b * H + h if BY_KEY or key_scales is not None else b * G + g) * (4 * TP * K)
         total = draft_product(codes, scales, head * V + tile * R, r, halves_at, K, SIZE, R, T, TP)
         factor = tl.load(decays + column_at, mask=token_of(c) < T, other=0)
         if not KEY_COPY:

@@ -120,6 +120,7 @@ def system_launch(
         "log_decay_buffer": pool.log_decay_buffer,
         **{name: value for name, value in token(inputs).items() if name != "v"},
         **{name: getattr(scratch, name) for name in names},
+        "key_scales": pool.copy_key_scales,
         "shares": shares,
     }
     constants = {
@@ -148,6 +149,7 @@ def product_launch(
         "words": None if codes is None else codes.view(torch.int32),
         "scales": scales,
         "global_scale": pool.copy_global_scale,
+        "key_scales": pool.copy_key_scales,
         "code_halves": None if codes is None else codes.view(torch.int16),
         "scale_pairs": None if scales is None else scales.view(torch.int16),
         **stored(pool),

@@ -34,6 +34,7 @@ from quantlab.kernels.delta_window import (
     one_window,
     ring_place,
 )
+from quantlab.kernels.key_scales import key_factors
 
 
 @triton.jit
@@ -93,8 +94,8 @@ def step_kernel(
 
 @triton.jit
 def viewed_read(
-    state, value, strength, key, query, slot, b, h, tile, origin, codes, scales, global_scale, k_buffer, d_buffer,
-    log_decay_buffer, q, k, log_decay,
+    state, value, strength, key, query, slot, b, h, tile, origin, codes, scales, global_scale, key_scales, k_buffer,
+    d_buffer, log_decay_buffer, q, k, log_decay,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, INNER: tl.constexpr,
     BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
@@ -126,6 +127,10 @@ def viewed_read(
         from_key, from_query, whole = tl.sum(from_key, 0), tl.sum(from_query, 0), tl.sum(whole, 0)
     first = head * V + tile * R
     viewed = copy_tile(codes, scales, global_scale, head, first, tile_rows(R, LANES), K, KP, LANES, INNER)
+    if key_scales is not None:
+        # As numbers, which float32 holds, on their way into a tile's layout.
+        exponents = tile_vector(key_scales + head * K, K, KP, LANES, INNER)
+        viewed *= key_factors(exponents)
     along_query = row_sums(viewed * query) * whole
     if KEY_COPY:
         along_key = row_sums(viewed * key) * whole
@@ -144,9 +149,9 @@ def viewed_read(
 
 @triton.jit
 def fold_tile(
-    item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, checkpoint_scales, k_buffer, d_buffer,
-    v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest, factors, store_numbers,
-    sequence_ids, seed, random_stream,
+    item, flush_rows, slots, origin, codes, scales, global_scale, key_scales, checkpoint, checkpoint_scales, k_buffer,
+    d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest, factors,
+    store_numbers, sequence_ids, seed, random_stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, INNER: tl.constexpr,
     STORE: tl.constexpr, BY_KEY: tl.constexpr,
@@ -179,8 +184,8 @@ def fold_tile(
 
     if VIEWED:
         read_d, viewed_output = viewed_read(
-            state, value, strength, key, query, slot, b, h, tile, origin, codes, scales, global_scale, k_buffer,
-            d_buffer, log_decay_buffer, q, k, log_decay,
+            state, value, strength, key, query, slot, b, h, tile, origin, codes, scales, global_scale, key_scales,
+            k_buffer, d_buffer, log_decay_buffer, q, k, log_decay,
             H, G, V, K, KP, L, J, RING, R, LANES, INNER, BY_KEY, KEY_COPY,
         )  # fmt: skip
     if BY_KEY and L > 1:
@@ -225,9 +230,10 @@ def fold_tile(
 # Triton would compile anew for a stream or a number of programs that is a multiple of 16.
 @triton.jit(do_not_specialize=("random_stream", "folds"))
 def window_fold_kernel(
-    positions, slots, flush_rows, flush_count, origin, codes, scales, global_scale, checkpoint, checkpoint_scales,
-    k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, coefficients, parts,
-    halves, decays, vectors, largest, factors, store_numbers, sequence_ids, seed, random_stream, folds,
+    positions, slots, flush_rows, flush_count, origin, codes, scales, global_scale, key_scales, checkpoint,
+    checkpoint_scales, k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output,
+    coefficients, parts, halves, decays, vectors, largest, factors, store_numbers, sequence_ids, seed, random_stream,
+    folds,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, INNER: tl.constexpr, HEADS: tl.constexpr,
     SIZE: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr, OUTPUT_COPY: tl.constexpr,
@@ -247,8 +253,8 @@ def window_fold_kernel(
         # Invariants of the loop would live in registers all the time.
         for item in tl.range(pid, total, folds, num_stages=1, disable_licm=True):
             fold_tile(
-                item, flush_rows, slots, origin, codes, scales, global_scale, checkpoint, checkpoint_scales, k_buffer,
-                d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest,
+                item, flush_rows, slots, origin, codes, scales, global_scale, key_scales, checkpoint, checkpoint_scales,
+                k_buffer, d_buffer, v_buffer, beta_buffer, log_decay_buffer, q, k, v, log_decay, beta, output, largest,
                 None if factors is None else factors + pid * (J * K), store_numbers, sequence_ids, seed,
                 random_stream,
                 H, G, V, K, KP, L, J, RING, R, LANES, INNER, STORE, BY_KEY, KEY_COPY, OUTPUT_COPY, ROUNDS,
@@ -258,5 +264,6 @@ def window_fold_kernel(
     else:
         one_window(
             pid - folds, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
-            coefficients, parts, halves, decays, vectors, H, G, K, KP, L, J, RING, HEADS, SIZE, BY_KEY, KEY_COPY,
+            coefficients, parts, halves, decays, vectors, key_scales,
+            H, G, K, KP, L, J, RING, HEADS, SIZE, BY_KEY, KEY_COPY,
         )  # fmt: skip

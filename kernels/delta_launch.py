@@ -60,7 +60,7 @@ def scratch_of(
 
     heads, copy = shape.heads, pool.policy.read_copy is not None
     dense = not (copy and pool.policy.options.key_read == "copy")
-    units = heads if by_key else shape.key_heads
+    units = heads if by_key or pool.copy_key_scales is not None else shape.key_heads
     product, held = choices.by_product(pool, inputs, tuning), choices.held(pool)
     tiles = shape.value_dim // choices.fold_rows(pool, inputs, tuning)
     factors, parts = None, (heads, 3, held, shape.key_dim)
@@ -88,7 +88,8 @@ def stored(pool: LayerPool) -> dict[str, Any]:
 
 
 def copied(pool: LayerPool) -> dict[str, Any]:
-    return dict(zip(("codes", "scales", "global_scale"), read_copies.words_of(pool)[:3], strict=True))
+    names = "codes", "scales", "global_scale", "key_scales"
+    return dict(zip(names, read_copies.words_of(pool), strict=True))
 
 
 def token(inputs: StepInputs | None) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from quantlab.kernels.checkpoints import (
     small_codes,
 )
 from quantlab.kernels.decode import widened
+from quantlab.kernels.key_scales import inverse_factors
 from quantlab.kernels.nvfp4_encode import LIFT, SMALL, block_scales, e2m1_nearest, quotient
 from quantlab.kernels.random import element_words
 
@@ -254,7 +255,18 @@ def general_codes(x, words, STORE: tl.constexpr):
 
 
 @triton.jit
-def block_maxima(pieces, row_scales, R: tl.constexpr, STORE: tl.constexpr):
+def divided_piece(codes, row_scales, key_scales, c: tl.constexpr, R: tl.constexpr, STORE: tl.constexpr):
+    """``decoded_piece`` of the ``c``-th piece of a head's rows, over its key scales where there are any."""
+    values = decoded_piece(codes, row_scales, R, STORE)
+    if key_scales is not None:
+        # Of a piece's whole shape, so that the compiler gives each lane those of its own numbers.
+        exponents = tl.load(key_scales + tl.broadcast_to(piece_columns(R) + c * PIECE, values.shape))
+        values *= inverse_factors(exponents.to(tl.int32))
+    return values
+
+
+@triton.jit
+def block_maxima(pieces, row_scales, key_scales, R: tl.constexpr, STORE: tl.constexpr):
     """Largest magnitudes of the blocks of whole rows (stored pieces): one (4, 8, R / 16, 2, PIECE / 16) for every four
     pieces.
 
@@ -265,7 +277,9 @@ def block_maxima(pieces, row_scales, R: tl.constexpr, STORE: tl.constexpr):
     for four in tl.static_range(0, len(pieces), 4):
         amax = tl.zeros((4, 8, R // 16, 2, PIECE // 16), tl.float32)
         for c in tl.static_range(four, min(four + 4, len(pieces))):
-            largest = tl.max(tl.max(tl.abs(decoded_piece(pieces[c], row_scales, R, STORE)), 5), 0)
+            largest = tl.max(
+                tl.max(tl.abs(divided_piece(pieces[c], row_scales, key_scales, c, R, STORE)), 5), 0
+            )
             amax = tl.where(t == c - four, largest[None, :, :, :, :], amax)
         found += (amax,)
     return found
@@ -273,12 +287,13 @@ def block_maxima(pieces, row_scales, R: tl.constexpr, STORE: tl.constexpr):
 
 @triton.jit
 def encode_rows(
-    checkpoint, checkpoint_scales, first, shared, code_halves, scale_pairs, R: tl.constexpr, K: tl.constexpr,
-    STORE: tl.constexpr, BLOCK: tl.constexpr,
+    checkpoint, checkpoint_scales, key_scales, first, shared, code_halves, scale_pairs, R: tl.constexpr,
+    K: tl.constexpr, STORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The read copy of R whole value rows from ``first`` on, from what is stored of them, under the global scale.
 
-    code_halves: int16, four codes each.  scale_pairs: int16, two scales each.
+    key_scales: of the head, stored already; None without.  code_halves: int16, four codes each.  scale_pairs: int16,
+    two scales each.
     """
     PIECES: tl.constexpr = K // PIECE
     at = checkpoint + first * K + piece_offsets(R, K)
@@ -287,7 +302,7 @@ def encode_rows(
         pieces += (tl.load(at + c * PIECE),)
     if STORE.scale is not None:
         row_scales = tl.load(checkpoint_scales + first + row_of_lane(R))
-    maxima = block_maxima(pieces, row_scales, R, STORE)
+    maxima = block_maxima(pieces, row_scales, key_scales, R, STORE)
     t, n = apart(tl.arange(0, 4))[:, None, None, None], tl.arange(0, PIECE // 16)[None, None, None, None, :]
     place = tl.arange(0, 4)[None, None, None, None, None, :]
     row = first + row_of_piece(R)
@@ -302,7 +317,7 @@ def encode_rows(
             own = t[:, :, :, :, None] == c - four
             divisor = tl.sum(tl.where(own, divisors, 0.0), 0)[None, :, :, :, :, None]
             inverse = tl.sum(tl.where(own, inverses, 0.0), 0)[None, :, :, :, :, None]
-            blocks = decoded_piece(afresh(pieces[c]), row_scales, R, STORE)
+            blocks = divided_piece(afresh(pieces[c]), row_scales, key_scales, c, R, STORE)
             if shared < SMALL:  # remainders would be subnormal
                 blocks *= LIFT
             divisor = tl.broadcast_to(divisor, blocks.shape)

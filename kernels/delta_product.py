@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
+from quantlab.kernels.copies import store_key_scales
 from quantlab.kernels.decode import e2m1, e4m3, widened
 from quantlab.kernels.delta_pieces import (
     PIECE,
@@ -41,7 +42,7 @@ from quantlab.kernels.delta_pieces import (
     row_of_record,
     stored_rows,
 )
-from quantlab.kernels.delta_window import ring_place
+from quantlab.kernels.delta_window import factors_of, ring_place
 from quantlab.kernels.packed import exact_product, parts_product, three_parts, wide_product
 from quantlab.kernels.scales import float_scale
 
@@ -56,8 +57,11 @@ def parts_of(at, APART: tl.constexpr):
 
 
 @triton.jit
-def copy_along_key(words, scales, first, key, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr):
-    """(NVFP4 copy) k / global scale in rows first + r of all rows, (R,); key: a pointer to K numbers."""
+def copy_along_key(words, scales, key_scales, first, key, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr):
+    """(NVFP4 copy) k / global scale in rows first + r of all rows, (R,); key: a pointer to K numbers.
+
+    key_scales: of the head, None without.
+    """
     r, word = tl.arange(0, R)[:, None], tl.arange(0, KP // 8)[None, :]
     inside = word < K // 8
     codes = tl.load(words + first * (K // 8) + (r * (K // 8) + word), mask=inside, other=0)
@@ -66,7 +70,13 @@ def copy_along_key(words, scales, first, key, K: tl.constexpr, KP: tl.constexpr,
     total = tl.zeros((R, KP // 8), tl.float32)
     for position in tl.static_range(8):
         numbers = widened(tl.load(key + 8 * word + position, mask=inside, other=0)) * ROOT
-        total += e2m1(codes, position) * numbers
+        if key_scales is None:
+            total += e2m1(codes, position) * numbers
+        else:  # of any size, so codes come first
+            numbers *= factors_of(key_scales, 8 * word + position, K)
+            total += (e2m1(codes, position) * ROOT) * numbers
+    if key_scales is not None:
+        total *= 1 / ROOT
     return tl.sum(total * ROOT * e4m3(scale), 1)
 
 
@@ -85,9 +95,9 @@ def window_piece(
 
 @triton.jit
 def fold_rows(
-    flush, tile, flush_rows, slots, origin, words, scales, global_scale, checkpoint, checkpoint_scales, k_buffer,
-    d_buffer, v_buffer, q, k, v, beta, output, systems, gammas, keys_before, keys_after, store_numbers, sequence_ids,
-    seed, random_stream,
+    flush, tile, flush_rows, slots, origin, words, scales, global_scale, key_scales, checkpoint, checkpoint_scales,
+    k_buffer, d_buffer, v_buffer, q, k, v, beta, output, systems, gammas, keys_before, keys_after, store_numbers,
+    sequence_ids, seed, random_stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr,
     KEY_COPY: tl.constexpr, ROUNDS: tl.constexpr,
@@ -168,10 +178,13 @@ def fold_rows(
         wanted -= predicted
     elif q is not None:
         if KEY_COPY:
+            by_head = None
+            if key_scales is not None:
+                by_head = key_scales + head * K
             if BY_KEY:
-                along = copy_along_key(words, scales, first, gammas + (2 * flush + 1) * K, K, KP, R)
+                along = copy_along_key(words, scales, by_head, first, gammas + (2 * flush + 1) * K, K, KP, R)
             else:
-                along = copy_along_key(words, scales, first, k + (b * G + g) * K, K, KP, R) * whole
+                along = copy_along_key(words, scales, by_head, first, k + (b * G + g) * K, K, KP, R) * whole
             along = tl.reshape(along * tl.load(global_scale + head), (R // 16, 2, 8))
             predicted = tl.permute(along, (2, 0, 1))[None, :, :, :, None]
         wanted = tl.where(record == L - 1, wanted - predicted, wanted)
@@ -228,9 +241,9 @@ def fold_rows(
 # Triton would compile anew for a stream that is a multiple of 16.
 @triton.jit(do_not_specialize=("random_stream",))
 def product_fold_kernel(
-    flush_rows, flush_count, slots, origin, words, scales, global_scale, code_halves, scale_pairs, checkpoint,
-    checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, systems, gammas, keys_before, keys_after,
-    store_numbers, sequence_ids, seed, random_stream,
+    flush_rows, flush_count, slots, origin, words, scales, global_scale, key_scales, code_halves, scale_pairs,
+    checkpoint, checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, systems, gammas, keys_before,
+    keys_after, store_numbers, sequence_ids, seed, random_stream,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, STORE: tl.constexpr, BY_KEY: tl.constexpr,
     KEY_COPY: tl.constexpr, ROUNDS: tl.constexpr, GLOBAL: tl.constexpr, BLOCK: tl.constexpr,
@@ -239,6 +252,7 @@ def product_fold_kernel(
     copy all of a head one after another, and then the copy.
 
     words, code_halves, scale_pairs: the copy's codes as int32 and as int16, and its scales as int16; None without one.
+    key_scales: None but for a copy that has them; then a head is read once more, from cache, between fold and encode.
     d are derived again where there is a v_buffer; without one only the token's is missing, whose S k comes from the
     copy with KEY_COPY.  Without a token (q to output None) L - 1 records are the whole window, and nothing is put out.
     """
@@ -251,20 +265,28 @@ def product_fold_kernel(
         most = tl.zeros((R, 4), tl.float32)
         for tile in tl.range(first, first + TOGETHER, num_stages=1, disable_licm=True):
             magnitudes = fold_rows(
-                flush, tile, flush_rows, slots, origin, words, scales, global_scale, checkpoint, checkpoint_scales,
-                k_buffer, d_buffer, v_buffer, q, k, v, beta, output, systems, gammas, keys_before, keys_after,
-                store_numbers, sequence_ids, seed, random_stream,
+                flush, tile, flush_rows, slots, origin, words, scales, global_scale, key_scales, checkpoint,
+                checkpoint_scales, k_buffer, d_buffer, v_buffer, q, k, v, beta, output, systems, gammas, keys_before,
+                keys_after, store_numbers, sequence_ids, seed, random_stream,
                 H, G, V, K, KP, L, J, RING, R, STORE, BY_KEY, KEY_COPY, ROUNDS,
             )  # fmt: skip
             most = tl.maximum(most, magnitudes)
         if code_halves is not None:
             slot = tl.load(slots + tl.load(flush_rows + flush // H)).to(tl.int64)
             head = slot * H + flush % H
-            shared, _ = float_scale(tl.max(most), 1.0, GLOBAL)
+            amax, by_head = tl.max(most), None
             tl.debug_barrier()  # other lanes read the rows and the old copy
+            if key_scales is not None:
+                WIDTH: tl.constexpr = 128 // checkpoint.dtype.element_ty.primitive_bitwidth
+                by_head = key_scales + head * K
+                _, amax = store_key_scales(
+                    checkpoint, checkpoint_scales, key_scales, head, V, K, 16, WIDTH, STORE
+                )
+                tl.debug_barrier()  # other lanes read the key scales
+            shared, _ = float_scale(amax, 1.0, GLOBAL)
             tl.store(global_scale + head, shared)
             for tile in tl.range(TOGETHER, num_stages=1, disable_licm=True):
                 encode_rows(
-                    checkpoint, checkpoint_scales, head * V + tile * R, shared, code_halves, scale_pairs, R, K, STORE,
-                    BLOCK,
+                    checkpoint, checkpoint_scales, by_head, head * V + tile * R, shared, code_halves, scale_pairs, R, K,
+                    STORE, BLOCK,
                 )  # fmt: skip

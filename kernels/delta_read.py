@@ -98,16 +98,17 @@ def flat_rows(x):
 
 @triton.jit
 def read_kernel(
-    codes, scales, global_scale, checkpoint, checkpoint_scales, d_buffer, v_buffer, positions, slots, origin,
-    q, k, v, beta, coefficients, parts, halves, decays, vectors, output,
+    codes, scales, global_scale, key_scales, checkpoint, checkpoint_scales, d_buffer, v_buffer, positions, slots,
+    origin, q, k, v, beta, coefficients, parts, halves, decays, vectors, output,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr,
     J: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr,
     INNER: tl.constexpr, STORE: tl.constexpr, COPY: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
 ):  # fmt: skip
     """Rows that do not flush: output (B, H, V), and d (and v) behind the window.  R value rows of a head a program.
 
-    COPY: whether there is a read copy, codes as int32 words.  KEY_COPY: whether it serves S k.  SIZE: the largest
-    power of two in K.  Coefficients and what follows: what ``head_window`` or ``channel_window`` (BY_KEY) has left.
+    COPY: whether there is a read copy, codes as int32 words; its key_scales are in ``halves`` already.  KEY_COPY:
+    whether it serves S k.  SIZE: the largest power of two in K.  Coefficients and what follows: what ``head_window`` or
+    ``channel_window`` (BY_KEY) has left.
     """
     TILES: tl.constexpr = V // R
     DENSE: tl.constexpr = not (COPY and KEY_COPY)
@@ -129,7 +130,7 @@ def read_kernel(
     own = tl.load(window + J + n)
     key_decay, query_decay = tl.load(decays + 2 * (b * H + h)), tl.load(decays + 2 * (b * H + h) + 1)
     if COPY:
-        halves_at = halves + (b * H + h if BY_KEY else b * G + g) * (4 * K)
+        halves_at = halves + (b * H + h if BY_KEY or key_scales is not None else b * G + g) * (4 * K)
         total = copy_product(codes, scales, global_scale, head, head * V + tile * R, r, halves_at, K, SIZE, R)
         factor = tl.where(c < 2, key_decay if KEY_COPY else 0.0, query_decay)
         total *= tl.where(c % 2 == 1, factor * LOW_QUERY, factor)[None, :]

@@ -249,7 +249,7 @@ def channel_system(
 @triton.jit
 def window_system_kernel(
     positions, slots, flush_rows, flush_count, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
-    coefficients, parts, halves, decays, vectors, systems, gammas, keys_before, keys_after, shares,
+    coefficients, parts, halves, decays, vectors, key_scales, systems, gammas, keys_before, keys_after, shares,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
 ):  # fmt: skip
@@ -275,5 +275,6 @@ def window_system_kernel(
     elif q is not None:
         one_window(
             pid - shares, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
-            coefficients, parts, halves, decays, vectors, H, G, K, KP, L, J, RING, HEADS, SIZE, BY_KEY, KEY_COPY,
+            coefficients, parts, halves, decays, vectors, key_scales,
+            H, G, K, KP, L, J, RING, HEADS, SIZE, BY_KEY, KEY_COPY,
         )  # fmt: skip

@@ -69,7 +69,7 @@ def scratch_of(pool: LayerPool, batch: int, count: int) -> dict[str, Tensor | No
         return torch.empty((batch, *sizes), dtype=dtype, device=pool.device)
 
     heads, padded, copy = shape.heads, _padded(count), pool.policy.read_copy is not None
-    units = heads if by_key else shape.key_heads
+    units = heads if by_key or pool.copy_key_scales is not None else shape.key_heads
     halves = memory(units, 4 * padded, shape.key_dim, dtype=torch.float16) if copy else None
     dense = by_key and not choices.key_copy(pool)
     return {
@@ -96,6 +96,7 @@ def window_launch(
         "beta_buffer": pool.beta_buffer,
         **{name: given[name] for name in ("q", "k", "log_decay", "beta")},
         **scratch,
+        "key_scales": pool.copy_key_scales,
     }
     sizes = delta_launch.sizes(pool, Tuning())
     constants = {

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from quantlab.kernels.arithmetic import narrowed
 from quantlab.kernels.decode import widened
+from quantlab.kernels.key_scales import key_factors
 from quantlab.kernels.packed import half_query, three_parts
 
 
@@ -37,6 +38,12 @@ def ring_place(origin, slot, j, RING: tl.constexpr):
 def entries(pointer, column, K: tl.constexpr):
     """float32 values of a vector of K entries at ``column``, of any shape; zero behind its end."""
     return widened(tl.load(pointer + column, mask=column < K, other=0))
+
+
+@triton.jit
+def factors_of(pointer, column, K: tl.constexpr):
+    """``entries`` of a head's key scales, as what its key and query are multiplied by to read a copy's codes."""
+    return key_factors(tl.load(pointer + column, mask=column < K, other=127))
 
 
 @triton.jit
@@ -172,7 +179,7 @@ def channel_sums(x):
 @triton.jit
 def head_window(
     program, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta, coefficients,
-    parts, halves, decays,
+    parts, halves, decays, key_scales,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, KEY_COPY: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +187,8 @@ def head_window(
     its heads, along key and query; key, log decay and beta go behind the window.
 
     For a packed copy also what tensor cores take: ``parts`` (B, H, 6, J) and ``halves`` (B, G, 4, K), see
-    ``store_parts`` and ``store_halves``, whose units are then in the decays.  HEADS: a power of two >= H / G.
+    ``store_parts`` and ``store_halves``, whose units are then in the decays.  key_scales (S, H, K): of a packed copy
+    that has them; ``halves`` are then a head's own, (B, H, 4, K).  HEADS: a power of two >= H / G.
     """
     b, g = program // G, program % G
     n = tl.load(positions + b)
@@ -217,7 +225,20 @@ def head_window(
             query = entries(q + (b * G + g) * K, column, K)
             parts_at = parts + (b * H + h)[:, None] * (6 * J) + j[None, :]
             store_parts(parts_at, from_key, from_query, inside[:, None], J)
-            key_unit, query_unit = store_halves(halves + (b * G + g) * (4 * K), key, query, column, K, SIZE)
+            if key_scales is None:
+                key_unit, query_unit = store_halves(
+                    halves + (b * G + g) * (4 * K), key, query, column, K, SIZE
+                )
+            else:
+                key_unit, query_unit = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS,), tl.float32)
+                for i in tl.static_range(H // G):
+                    one = g * (H // G) + i
+                    factors = factors_of(key_scales + (slot * H + one) * K, column, K)
+                    of_key, of_query = store_halves(
+                        halves + (b * H + one) * (4 * K), key * factors, query * factors, column, K, SIZE
+                    )
+                    key_unit = tl.where(head == i, of_key, key_unit)
+                    query_unit = tl.where(head == i, of_query, query_unit)
             query_decay = whole * query_unit
             if KEY_COPY:
                 key_decay = whole * key_unit
@@ -236,7 +257,7 @@ def head_window(
 @triton.jit
 def channel_window(
     program, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta, coefficients,
-    parts, halves, decays, vectors,
+    parts, halves, decays, vectors, key_scales,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr, SIZE: tl.constexpr, KEY_COPY: tl.constexpr,
 ):  # fmt: skip
@@ -258,7 +279,12 @@ def channel_window(
         key_unit, query_unit = 1.0, 1.0
         if halves is not None:
             store_parts(parts + (b * H + h) * (6 * J) + j, from_key, from_query, j >= 0, J)
-            key_unit, query_unit = store_halves(halves + (b * H + h) * (4 * K), key, query, column, K, SIZE)
+            factors = 1.0
+            if key_scales is not None:
+                factors = factors_of(key_scales + (slot * H + h) * K, column, K)
+            key_unit, query_unit = store_halves(
+                halves + (b * H + h) * (4 * K), key * factors, query * factors, column, K, SIZE
+            )
             if not KEY_COPY:
                 key_unit = 1.0
         tl.store(decays + 2 * (b * H + h), key_unit)
@@ -281,7 +307,7 @@ def channel_window(
 @triton.jit
 def one_window(
     program, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta, coefficients,
-    parts, halves, decays, vectors,
+    parts, halves, decays, vectors, key_scales,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     RING: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BY_KEY: tl.constexpr, KEY_COPY: tl.constexpr,
 ):  # fmt: skip
@@ -289,12 +315,12 @@ def one_window(
     if BY_KEY:
         channel_window(
             program, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
-            coefficients, parts, halves, decays, vectors, H, G, K, KP, L, J, RING, SIZE, KEY_COPY,
+            coefficients, parts, halves, decays, vectors, key_scales, H, G, K, KP, L, J, RING, SIZE, KEY_COPY,
         )  # fmt: skip
     else:
         head_window(
             program, positions, slots, origin, k_buffer, log_decay_buffer, beta_buffer, q, k, log_decay, beta,
-            coefficients, parts, halves, decays, H, G, K, KP, L, J, RING, HEADS, SIZE, KEY_COPY,
+            coefficients, parts, halves, decays, key_scales, H, G, K, KP, L, J, RING, HEADS, SIZE, KEY_COPY,
         )  # fmt: skip
 
 

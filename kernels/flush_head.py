@@ -223,7 +223,9 @@ def flush_head_kernel(
             for tile in tl.static_range(1, TILES):
                 largest = tl.maximum(largest, tl.abs(kept[tile]))
             exponents = scale_codes(tl.max(largest, 0))
-            tl.store(key_scales + head * N + column_of_place(column, R, N, RUN, WARPS), exponents.to(tl.uint8))
+            tl.store(
+                key_scales + head * N + column_of_place(column, R, N, RUN, WARPS), exponents.to(tl.uint8)
+            )
             inverse = inverse_factors(exponents)
             for tile in tl.static_range(TILES):
                 divided = from_rows(kept[tile] * inverse[None, :], R, N, RUN, WARPS)

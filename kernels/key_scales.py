@@ -24,7 +24,7 @@ def scale_codes(largest):
 
 @triton.jit
 def key_factors(codes):
-    """E8M0 codes of any integer type, none of them a NaN -> 2^e, float32."""
+    """E8M0 codes of any type that holds them, none of them a NaN -> 2^e, float32."""
     # 2^-127 is a subnormal.
     return tl.maximum(codes.to(tl.int32) << 23, 0x00400000).to(tl.float32, bitcast=True)
 

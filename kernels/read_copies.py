@@ -2,9 +2,10 @@
 
     format   operand of tensor cores (``packed``)   float32 values   encoded
     nvfp4    ``half_operand``                       ``copy_tiles``   a whole head, which shares a scale: ``copies``
-    nvfp4+keyscale is nvfp4 but for the query, which is multiplied by the scales of its columns (``key_scales``)
     mxfp4    ``power_operand``                      ``copy_tiles``   row by row: ``plain_copies``
     fp8      ``byte_operand``                       ``copy_tiles``   row by row: ``plain_copies``
+
+nvfp4+keyscale is nvfp4, but for what it is multiplied by: a query times the scales of its columns (``key_scales``).
 
 What a copy is a kernel sees by its memory.  A further format is a layout in ``quantlab.schemes.pool`` and a line of
 this table.

@@ -41,7 +41,9 @@ SLOW = [
     _case("fp32@8:buffer=bf16", 8, token=BF16, output=BF16),
     _case("fp16+sr/nvfp4@4:buffer=bf16", 4, exact=True),
     _case("fp32/nvfp4@4", 4, StateShape(2, 48, 32, 1)),
-    _case("fp32/nvfp4+keyscale@8:buffer=bf16", 6, StateShape(2, 80, 64, 1), token=BF16, output=BF16, spread=8),
+    _case(
+        "fp32/nvfp4+keyscale@8:buffer=bf16", 6, StateShape(2, 80, 64, 1), token=BF16, output=BF16, spread=8
+    ),
     _case("int8+sr/nvfp4@8:buffer=fp16", 8, token=FP16, output=FP16, foreign=True),
     _case("fp16/nvfp4@16:buffer=bf16", 5, GROUPED, token=BF16, output=BF16),
     _case("fp8+sr/nvfp4@16:buffer=bf16", 7, GROUPED),
@@ -51,6 +53,9 @@ SLOW = [
     _case("fp16/nvfp4@6:buffer=bf16:flush_read=copy", 3),
     _case("fp32/mxfp4@3", 2),
     _heads("fp32/nvfp4@4:buffer=bf16:contents=derived", 4, token=BF16, output=BF16),
+    _heads("fp32/nvfp4+keyscale@4:buffer=bf16", 3, StateShape(2, 16, 64, 1), token=BF16, spread=8),
+    _heads("fp16+sr/nvfp4+keyscale@4:key_read=checkpoint", 4, spread=8),
+    _channels("fp16/nvfp4+keyscale@4:buffer=bf16", 4, token=BF16, output=BF16, spread=8),
     _heads("fp32@16:buffer=bf16", 5, _SMALL, token=BF16),
     _heads("fp32@4", 3, _SMALL, foreign=True),
     _heads("fp32/nvfp4@4:key_read=checkpoint", 4),
@@ -73,7 +78,8 @@ _POLICIES = (
 ).split()
 _DELTA_POLICIES = (
     "fp32@16:buffer=bf16 fp32/nvfp4@16:buffer=bf16 fp32/nvfp4@16:buffer=bf16:contents=derived "
-    "fp16+sr/nvfp4@16:buffer=bf16 fp8+sr/nvfp4@16:buffer=bf16 fp32/nvfp4@16:buffer=bf16:key_read=checkpoint fp32@16"
+    "fp16+sr/nvfp4@16:buffer=bf16 fp8+sr/nvfp4@16:buffer=bf16 fp32/nvfp4@16:buffer=bf16:key_read=checkpoint fp32@16 "
+    "fp32/nvfp4+keyscale@16:buffer=bf16"
 ).split()
 _DELTA_LAYERS = (
     ("gated_delta", (32, 128, 128, 16)),

@@ -43,6 +43,8 @@ _CHANNELS = StateShape(2, 16, 32, 2)
 DELTA = [
     _case("fp16/nvfp4@4:buffer=bf16:contents=derived", _DELTA, "gated_delta", token=BF16),
     _case("fp16+sr/nvfp4@4:buffer=bf16", _CHANNELS, "kimi_delta"),
+    _case("fp16/nvfp4+keyscale@4:buffer=bf16:contents=derived", _DELTA, "gated_delta", token=BF16, spread=8),
+    _case("fp32/nvfp4+keyscale@4:buffer=bf16", _CHANNELS, "kimi_delta", spread=8),
     _case("fp32/mxfp4@4:buffer=bf16:contents=derived", TINY, "gated_delta", token=BF16),
     _case("fp16/fp8@4:contents=derived", TINY, "kimi_delta"),
 ]
@@ -66,7 +68,9 @@ SLOW = [
     _case("fp32/nvfp4+keyscale@16:buffer=bf16", GROUPED, token=BF16, spread=8),
     _case("fp16/nvfp4+keyscale@4:buffer=bf16", StateShape(2, 80, 64, 1), token=BF16, output=BF16, spread=8),
     _case("fp32/nvfp4+keyscale@4:buffer=bf16", StateShape(2, 64, 128, 1), token=BF16, exact=True, spread=8),
-    _case("fp8+sr/nvfp4+keyscale@16:buffer=bf16", StateShape(1, 96, 128, 1), token=BF16, foreign=True, spread=8),
+    _case(
+        "fp8+sr/nvfp4+keyscale@16:buffer=bf16", StateShape(1, 96, 128, 1), token=BF16, foreign=True, spread=8
+    ),
     _case("int8+sr/nvfp4+keyscale@4:buffer=bf16", StateShape(1, 128, 64, 1), token=BF16, spread=8),
     _case("bf16+sr/nvfp4+keyscale@5:flush_read=copy", StateShape(2, 48, 32, 1), spread=8),
     _case("fp16+sr/nvfp4+keyscale@4:buffer=bf16", StateShape(1, 16, 256, 1), token=BF16, spread=8),
@@ -97,6 +101,15 @@ SLOW = [
     _case("fp8@1", _DELTA, "gated_delta"),
     _case("bf16+sr@1", _CHANNELS, "kimi_delta"),
     _case("fp32/nvfp4@4:flush_read=copy", _DELTA, "gated_delta"),
+    _case("fp8+sr/nvfp4+keyscale@4", StateShape(4, 16, 32, 2), "gated_delta", spread=8),
+    _case("fp32/nvfp4+keyscale@4:key_read=checkpoint", _DELTA, "gated_delta", spread=8),
+    _case("fp16+sr/nvfp4+keyscale@4:flush_read=copy", _DELTA, "gated_delta", spread=8),
+    _case(
+        "int8/nvfp4+keyscale@4:buffer=bf16", StateShape(1, 128, 64, 1), "gated_delta", token=BF16, spread=8
+    ),
+    _case("fp16+sr/nvfp4+keyscale@3:contents=derived", _CHANNELS, "kimi_delta", spread=8),
+    _case("fp32/nvfp4+keyscale@20:buffer=bf16:flush_read=copy", _CHANNELS, "kimi_delta", spread=8),
+    _case("fp16/nvfp4+keyscale@1:flush_read=copy", _CHANNELS, "kimi_delta", spread=8),
     _case("fp16+sr/mxfp4@4", StateShape(2, 16, 128, 1), "gated_delta"),
     _case("int8/mxfp4@3:flush_read=copy", StateShape(1, 48, 96, 1), "gated_delta"),
     _case("fp32/mxfp4@4:key_read=checkpoint:buffer=bf16", _CHANNELS, "kimi_delta", token=BF16),
@@ -119,6 +132,7 @@ _DELTA_SHAPES = ((32, 128, 128, 16), (64, 128, 128, 16), (30, 192, 96, 30))
 _DELTA_POLICIES = (
     "fp32@1 fp32@16:buffer=bf16 fp32/nvfp4@16:buffer=bf16 fp32/nvfp4@16:buffer=bf16:contents=derived "
     "fp16+sr/nvfp4@16:buffer=bf16 fp8+sr/nvfp4@16:buffer=bf16 fp16/mxfp4@16:buffer=bf16 "
+    "fp32/nvfp4+keyscale@16:buffer=bf16 fp8+sr/nvfp4+keyscale@16:buffer=bf16:contents=derived "
     "fp32/mxfp4@16:buffer=bf16:contents=derived fp32/fp8@16:buffer=bf16 fp16/fp8@16:buffer=bf16:contents=derived"
 ).split()
 MODELS = [

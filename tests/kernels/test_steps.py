@@ -289,6 +289,16 @@ UNSERVED = {
     "fp16@4": ("mamba2", StateShape(2, 16, 96, 1), "a key dim that is no power of two"),
     "fp32@4:flush=early": ("mamba2", SMALL, "which takes flush=full"),
     "fp32/nvfp4@1:flush_read=copy": ("mamba2", SMALL, "flush_read=copy with a window of 1"),
+    "fp32/nvfp4+keyscale@4": (
+        "gated_delta",
+        StateShape(2, 16, 96, 1),
+        "a key dim that is no power of two with key",
+    ),
+    "fp32/mxfp4+keyscale@4": (
+        "mamba2",
+        SMALL,
+        "what a pool has no layout for, which takes a read copy of nvfp4",
+    ),
 }
 
 

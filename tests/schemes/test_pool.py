@@ -142,7 +142,7 @@ def test_what_a_step_does_not_name_stays():
 
 @pytest.mark.parametrize(
     "policy",
-    ["fp8+sr/nvfp4@4:buffer=bf16", "fp32/nvfp4+keyscale@4", "int8@4", "bf16/fp8@4:buffer=fp16", "fp16@1"]
+    ["fp8+sr/nvfp4@4:buffer=bf16", "fp32/nvfp4+keyscale@4", "int8@4", "bf16/fp8@4:buffer=fp16", "fp16@1"],
 )
 def test_a_state_survives_the_pool(policy):
     """Put and read back: stored bits, records, counters, drafts behind the cursor."""
@@ -185,6 +185,8 @@ def test_bytes_of_a_slot():
     copy = values // 2 + values // 16 + 4 * SHAPE.heads
     window = 4 * (2 * SHAPE.key_heads * SHAPE.key_dim + 2 * SHAPE.heads * SHAPE.value_dim + 4 * SHAPE.heads)
     assert bytes_of_slot(pool) == 2 * values + copy + window
+    keyed = allocate_pool("fp16/nvfp4+keyscale@4:buffer=bf16", "mamba2", SHAPE, SLOTS)[0]
+    assert bytes_of_slot(keyed) - bytes_of_slot(pool) == SHAPE.heads * SHAPE.key_dim
 
 
 REFUSED = {
