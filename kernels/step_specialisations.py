@@ -30,7 +30,6 @@ _ODD_KEYS = StateShape(30, 192, 96, 30)
 
 POLICIES = (
     # name, policy, family, shape, which of its kernels
-    ("fp16_sr", "fp16+sr@1", "mamba2", _NANO, ("step",)),
     ("fp8_sr_long_keys", "fp8+sr@1", "mamba2", _LONG_KEYS, ("step",)),
     ("fp8_sr_window", "fp8+sr@16:buffer=bf16", "mamba2", _NANO, ("flush",)),
     (
@@ -40,7 +39,14 @@ POLICIES = (
         _NANO,
         ("window", "read_copy", "flush_head"),
     ),
-    ("fp8_sr_nvfp4", "fp8+sr/nvfp4@16:buffer=bf16", "mamba2", _NANO, ("flush_head", "load", "encode")),
+    ("fp8_sr_nvfp4", "fp8+sr/nvfp4@16:buffer=bf16", "mamba2", _NANO, ("load", "encode")),
+    (
+        "fp8_sr_nvfp4_keyscale",
+        "fp8+sr/nvfp4+keyscale@16:buffer=bf16",
+        "mamba2",
+        _NANO,
+        ("read_copy", "flush_head", "encode_heads"),
+    ),
     (
         "gdn",
         "fp32/nvfp4@16:buffer=bf16",
@@ -57,8 +63,8 @@ POLICIES = (
     ),
     ("gdn_mxfp4", "fp16/mxfp4@16:buffer=bf16", "gated_delta", _ODD_KEYS, ("read",)),
     (
-        "kda",
-        "fp8+sr/nvfp4@16:buffer=bf16",
+        "kda_keyscale",
+        "fp8+sr/nvfp4+keyscale@16:buffer=bf16",
         "kimi_delta",
         _KIMI_DELTA,
         ("window_system", "product_fold"),
@@ -91,7 +97,7 @@ DRAFTED = (
         _GATED_DELTA,
         ("head_draft_window", "draft_read"),
     ),
-    ("kda_drafts", "fp32@16:buffer=bf16", "kimi_delta", _KIMI_DELTA, ("channel_draft_window", "draft_read")),
+    ("kda_drafts", "fp32@16:buffer=bf16", "kimi_delta", _KIMI_DELTA, ("channel_draft_window",)),
 )
 """As ``POLICIES``: what a verification of ``DRAFTS`` tokens and a commit launch."""
 

@@ -15,7 +15,7 @@ from quantlab.schemes import StateShape, parse_policy
 from quantlab.schemes.pool import allocate_pool
 
 CHECKPOINTS = ("fp32", "bf16", "fp16+sr", "fp8", "int8+sr")
-COPIES = ("", "/nvfp4", "/mxfp4", "/fp8")
+COPIES = ("", "/nvfp4", "/nvfp4+keyscale", "/mxfp4", "/fp8")
 WINDOWS = (1, 2, 16, 20)
 SHAPES = {
     "mamba2": [(64, 64, 128, 8), (96, 80, 128, 8), (80, 64, 128, 1), (24, 128, 256, 1), (4, 16, 32, 1)],
