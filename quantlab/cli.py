@@ -1,5 +1,6 @@
 """The command line.  One verb a function; bad input ends with one line and exit status 2."""
 
+import importlib.util
 import re
 import signal
 import sys
@@ -19,7 +20,7 @@ from quantlab.errors import InputError
 from quantlab.terminal import fix_threads, print_json, print_sections, print_table, text_of
 
 if TYPE_CHECKING:
-    from quantlab.schemes import Policy
+    from quantlab.schemes import Policy, StateShape
 
 INTERRUPTED = 130  # exit status: 128 and the number of the interrupt signal
 MEASURES = ("acc", "exact_match", "avg_at_k", "bits_per_byte", "word_perplexity")
@@ -270,8 +271,6 @@ def explain(
 
     from quantlab.drift import check_memory, steady_output_error
     from quantlab.schemes import start
-    from quantlab.schemes.backend import choose
-    from quantlab.schemes.kernel_read import read_op
 
     sizes = {"heads": heads, "value_dim": value_dim, "key_dim": key_dim}
     check_memory("state", sizes, heads * value_dim * key_dim)
@@ -283,7 +282,6 @@ def explain(
         rates=_rates(family, heads, value_dim, key_dim),
     )
     ledger, parsed = state.ledger, state.policy
-    op, device = read_op(parsed, family), "cuda" if torch.cuda.is_available() else "cpu"
     about = {
         "policy": str(parsed),
         "layer": f"{family}, {heads} heads of {value_dim} x {key_dim}, {state.shape.key_heads} key heads; one sequence",
@@ -292,7 +290,7 @@ def explain(
         "read_copy": f"{parsed.read_copy.text}: serves reads" if parsed.read_copy else "none",
         "buffer": _buffer(parsed),
         "rounds_on_the_way": _roundings(parsed),
-        "kernel": str(choose(op, device)) if op else "none yet: torch serves every step",
+        "kernel": _kernel(parsed, family, state.shape),
         "bits_per_value": ledger.bits_per_value,
         "bytes_held": ledger.held,
         "bytes_read_per_token": ledger.read,
@@ -314,6 +312,17 @@ def explain(
 
 app.command(epilog=SIZE_EPILOG)(size)
 app.command(epilog=cli_bench.EPILOG)(cli_bench.bench)
+
+
+def _kernel(policy: "Policy", family: str, shape: "StateShape") -> str:
+    """Whether kernels decode under the policy on a GPU."""
+    if importlib.util.find_spec("triton") is None:
+        return "none here, as triton is not installed: torch serves every step"
+    from quantlab.kernels import steps
+
+    if reason := steps.served(policy, family, shape):
+        return f"none, torch serves every step: no kernel serves {reason}"
+    return "decode kernels, on a GPU"
 
 
 def _when_stored(policy: "Policy") -> str:

@@ -90,6 +90,11 @@ def test_drift_reads_the_stream_it_saved(tmp_path, printed):
 def test_explain_and_predict_and_formats(printed):
     about = json.loads(printed("explain", "fp16+sr/nvfp4@16", "--json"))
     assert "contents=raw:key_read=copy:flush_read=exact:current=exact" in about["in_force"]
+    for policy, kernel in (
+        ("fp16+sr/nvfp4+keyscale@16", "decode kernels, on a GPU"),
+        ("int8+ef@1", "none, torch serves every step: no kernel serves what a pool has no layout for"),
+    ):
+        assert json.loads(printed("explain", policy, "--json"))["kernel"].startswith(kernel)
     rows = [json.loads(line) for line in printed("predict", "nvfp4@1", "--json").splitlines()]
     assert rows[0]["alpha 0.999"] == "inf"
     assert "nvfp4" in printed("formats")
