@@ -39,8 +39,8 @@ def run_points(
     choice_seed, generation (arguments of ``QuantlabLM``) and repeats, max_gen_toks, temperature, top_p of ``Sampling``.
     All points of a call agree in all but the policy.
     ``on_progress(done, total)`` counts points.  Raises InputError for points that differ in more, and for whatever
-    ``run_eval`` refuses before it runs; a policy that the documents did not exercise becomes a record with status
-    "not_exercised".
+    ``run_eval`` refuses before it runs, what its preflight without a sample finds included; a policy that the documents
+    did not exercise becomes a record with status "not_exercised".
     """
     if not points:
         return
@@ -75,10 +75,14 @@ def run_points(
             generation={"quiet": True} | (options.get("generation") or {}),
             sampling=Sampling(**{name: options.get(name) for name in _SAMPLING}),
         )
+        evaluation.preflight().require()
         for done, point in enumerate(points):
             on_progress(done, len(points))
             try:
+                found = evaluation.preflight([policies[point["policy"]]])
+                found.require()
                 record, _, _ = evaluation.run(policies[point["policy"]])
+                record["metrics"]["preflight"] = found.as_dict()
             except InputError as error:
                 if error.argument != "policy":
                     raise

@@ -5,8 +5,9 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from quantlab.evals.preflight import (
     check_tasks,
     own_tasks,
 )
+from quantlab.evals.preflight_report import Check, Preflight, SampleSize
+from quantlab.evals.preflight_requests import dtype_check, exercised_check, read_requests, request_checks
 from quantlab.evals.resume import SIDECAR, evaluation_key, keep_record, kept_record
 from quantlab.evals.samples import as_lines, record_documents
 from quantlab.evals.sidecar import set_aside, strip_tokens
 from quantlab.evals.task_settings import Sampling, with_sampling
-from quantlab.records import check_output_folder, write_atomic
+from quantlab.records import check_output_folder, check_output_place, write_atomic
 from quantlab.schemes import Diverged, Policy, PolicyRules
 
 logger = logging.getLogger(__name__)
@@ -48,6 +51,9 @@ def run_eval(
     choice_seed: int = 0,
     log_samples_with_text: bool = False,
     generation: dict[str, Any] | None = None,
+    preflight: SampleSize | None = None,
+    preflight_only: bool = False,
+    on_preflight: Callable[[Preflight], object] | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluate ``model`` under each policy; returns one record a policy.
 
@@ -70,8 +76,13 @@ def run_eval(
     is not run again, and of one that was in the middle of generating, the sequences that had finished are taken from
     ``generations.jsonl`` in its folder.
 
+    What would be asked is looked at before anything is scored (``preflight_requests``).  ``preflight``: how large a
+    sample of responses is generated and looked at too, where a task generates and a policy is still to be run.
+    ``on_preflight`` is given what was found, stops included (without it, warnings are logged); ``preflight_only``
+    leaves it at that: nothing is written and no record returned.
+
     Raises InputError, before anything is written, for a model folder, policy, task or data file that cannot
-    be used; and for a policy that the documents do not exercise.
+    be used, and for a run that the preflight finds meaningless; and for a policy that the documents do not exercise.
     """
     parsed = check_policies(policies)
     records = []
@@ -95,14 +106,27 @@ def run_eval(
         )
         # Asked before the hours of evaluation, not after them.
         evaluation.check_fit(parsed)
+        kept: dict[PolicyRules, dict[str, Any] | None] = {}
+        keys: dict[PolicyRules, str] = {}
+        if not preflight_only:
+            check_output_place(output)
+            for policy in parsed:
+                keys[policy] = evaluation.key(policy, with_text=log_samples_with_text)
+                kept[policy] = kept_record(Path(output) / policy.file_name, keys[policy])
+        nothing_left = bool(kept) and all(kept.values())
+        found = evaluation.preflight(parsed, sample=None if nothing_left else preflight)
+        (on_preflight or _log_warnings)(found)
+        found.require()
+        if preflight_only:
+            return []
         check_output_folder(output)
         for policy in parsed:
-            folder = Path(output) / policy.file_name
-            key = evaluation.key(policy, with_text=log_samples_with_text)
-            record = kept_record(folder, key)
+            folder, key, record = Path(output) / policy.file_name, keys[policy], kept[policy]
+            evaluation.use(policy)
             if record is None:
                 set_aside(folder / SIDECAR)
                 record, results, samples = evaluation.run(policy, sidecar=folder / SIDECAR)
+                record["metrics"]["preflight"] = found.as_dict()
                 if results is not None:
                     write_results(results, folder, samples, with_text=log_samples_with_text)
                 keep_record(folder, key, record)
@@ -163,12 +187,57 @@ class Evaluation:
         self._lm: Any = QuantlabLM(
             str(folder), policies[0], scoring=scoring, batch_size=batch_size, **options
         )
-        check_requests(self._lm, policies, self._manager.load(self._specs)["tasks"], limit, chat_template)
+        tasks_of_run = self._manager.load(self._specs)["tasks"]
+        check_requests(self._lm, policies, tasks_of_run, limit, chat_template)
+        self._choice_seed = choice_seed
+        self._asked = [
+            read_requests(self._lm, name, task, limit, chat_template=chat_template, seed=seed)
+            for name, task in tasks_of_run.items()
+        ]
 
     def check_fit(self, policies: Sequence[PolicyRules]) -> None:
         """InputError for a policy that the recurrences of the model have no use for."""
         for policy in policies:
-            self._lm.use_policy(policy, seed=self._seed)
+            self.use(policy)
+
+    def use(self, policy: PolicyRules) -> None:
+        """Take up ``policy``, with nothing done under it yet."""
+        self._lm.use_policy(policy, seed=self._seed)
+
+    @cached_property
+    def _request_checks(self) -> list[Check]:
+        options = {
+            "chat_template": self._chat_template,
+            "choice_seed": self._choice_seed,
+            "data": self._data,
+        }
+        return [check for asked in self._asked for check in request_checks(self._lm, asked, **options)]
+
+    def preflight(
+        self, policies: Sequence[PolicyRules] = (), *, sample: SampleSize | None = None
+    ) -> Preflight:
+        """What would be asked, under which protocol, and what ``policies`` would do; with ``sample``, a few responses.
+
+        Where the first half stops the run already, nothing is generated.
+        """
+        checks = list(self._request_checks)
+        decodes = self._lm.scoring == "decode"
+        checks += [
+            exercised_check(asked, policy)
+            for asked in self._asked
+            for policy in policies
+            if asked.generates or decodes
+        ]
+        for policy in policies:
+            if self._lm.scoring != "prefill" or any(asked.generates for asked in self._asked):
+                self.use(policy)
+                checks.append(dtype_check(self._lm, policy))
+        found = Preflight(tuple(checks))
+        if sample is None or found.stops:
+            return found
+        from quantlab.evals.preflight_sample import sample_checks
+
+        return found.with_checks(sample_checks(self._lm, self._asked, sample, seed=self._seed))
 
     def point(self, policy: PolicyRules) -> dict[str, Any]:
         """What is evaluated, as a record says it."""
@@ -248,6 +317,11 @@ class Evaluation:
         record["message"] = plain["config"]["warning"]
         record["metrics"] = _metrics(plain, samples)
         return record | {"seconds": time.monotonic() - started}, plain, samples
+
+
+def _log_warnings(found: Preflight) -> None:
+    for check in found.warnings:
+        logger.warning("%s", check.error)
 
 
 def write_results(

@@ -4,12 +4,13 @@ import importlib.util
 import re
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from quantlab import __version__, cli_bench, cli_capture, cli_compare, cli_drift
+from quantlab import __version__, cli_bench, cli_capture, cli_compare, cli_drift, cli_preflight
 from quantlab.cli_claims import claims_app
 from quantlab.cli_errors import CommandLineError, discard_output, flush_output, is_help, usage_text
 from quantlab.cli_formats import formats_app
@@ -190,9 +191,23 @@ def evaluate(
         bool,
         typer.Option("--log-samples-with-text", help="Write questions and responses too; keep them private."),
     ] = False,
+    preflight: Annotated[
+        bool | None,
+        typer.Option(
+            "--preflight/--no-preflight",
+            help="Only look at what would be run; or run without generating a sample first.",
+        ),
+    ] = None,
+    preflight_documents: Annotated[
+        int, typer.Option(help="Of each generative task, twice each, in the sample.", min=1)
+    ] = 4,
+    preflight_tokens: Annotated[
+        int, typer.Option(help="Of a response in the sample, at most.", min=1)
+    ] = 1024,
     as_json: Json = False,
 ) -> None:
     """Run lm-eval tasks with the model's decode state under each policy."""
+    from quantlab.evals.preflight_report import SampleSize
     from quantlab.evals.run import run_eval
     from quantlab.evals.task_settings import Sampling
 
@@ -205,6 +220,8 @@ def evaluate(
         "think_end_token": think_end,
         "max_length": max_length,
     }
+    title = f"{model.name}: {', '.join(names)}"
+    show = partial(cli_preflight.show, title=title, as_json=as_json)
     records = run_eval(
         model,
         policy or ["fp32@1"],
@@ -221,7 +238,12 @@ def evaluate(
         choice_seed=choice_seed,
         log_samples_with_text=log_samples_with_text,
         generation={name: value for name, value in generation.items() if value is not None},
+        preflight=None if preflight is False else SampleSize(preflight_documents, preflight_tokens),
+        preflight_only=preflight is True,
+        on_preflight=show if preflight else cli_preflight.tell_warnings,
     )
+    if preflight:
+        return
     rows = []
     for record in records:
         metrics = record["metrics"]
@@ -241,7 +263,7 @@ def evaluate(
     columns = [
         key for key in dict.fromkeys(k for row in rows for k in row) if key not in ("op_hits", "warning")
     ]
-    print_table(f"{model.name}: {', '.join(names)}", rows, columns)
+    print_table(title, rows, columns)
     for row in rows:
         if row["warning"]:
             typer.echo(f"{row['policy']}: {row['warning']}")
