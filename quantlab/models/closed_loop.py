@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from quantlab.errors import InputError, unknown_name
-from quantlab.models.agreement import MarginBin, Measures, agreement_by_margin, chosen, compare
-from quantlab.models.forwards import CachedForward, check_count, check_tokens
-from quantlab.models.interception import Interception
-from quantlab.schemes import Diverged, Policy, PolicyRules, parse_rules
+from quantlab.models.agreement import MarginBin, Measures, agreement_by_margin, compare
+from quantlab.models.forwards import check_count, check_tokens
+from quantlab.models.policy_decoder import PolicyDecoder
+from quantlab.schemes import Policy, PolicyRules, parse_rules
 
 if TYPE_CHECKING:
     import pandas
@@ -159,8 +159,8 @@ def closed_loop(
         f"a prompt of {prompt}, {steps} steps and a token to predict" if forced else f"a prompt of {prompt}"
     )
     tokens = check_tokens(model, ids, prompt + (steps + 1) * forced, needed)
-    reference = _Decoder(model, parse_rules(baseline), seed)
-    decoders = [_Decoder(model, rules, seed) for rules in followed]
+    reference = PolicyDecoder(model, parse_rules(baseline), seed)
+    decoders = [PolicyDecoder(model, rules, seed) for rules in followed]
     runs = [_Running(decoder, len(tokens)) for decoder in decoders]
     for step in range(steps + 1):
         first, last = (prompt + step - 1, prompt + step) if step else (0, prompt)
@@ -182,47 +182,10 @@ def closed_loop(
     return ClosedLoop(mode, reference.rules.text, prompt, steps, found)
 
 
-class _Decoder:
-    """A model under one policy, with a cache of its own.
-
-    message: why it ended, or None.  logits: (B, vocabulary) behind the last token.
-    """
-
-    def __init__(self, model: nn.Module, rules: PolicyRules, seed: int):
-        self.rules = rules
-        self.interception = Interception(model, rules, seed=seed)
-        self.message: str | None = None
-        self.diverged_at: int | None = None
-        self.logits: Tensor = torch.empty(0)
-        self._forward: CachedForward | None = CachedForward(model)
-
-    def read(self, tokens: Tensor | None, step: int) -> bool:
-        """Read tokens (B, T), or what it chose itself; whether there are logits behind them."""
-        assert self._forward is not None
-        try:
-            with self.interception:
-                self.logits = self._forward(chosen(self.logits)[:, None] if tokens is None else tokens)
-        except Diverged as error:
-            self.message = str(error)
-        else:
-            # The largest of a row is NaN if one is, and -inf if the row leaves no token.
-            if not bool(self.logits.amax(-1).isfinite().all()):
-                self.message = "the logits are NaN or Inf"
-        if self.message is not None:
-            self.message = f"at step {step}, {self.message}"
-            self.diverged_at = step
-            self.end()
-        return self.message is None
-
-    def end(self) -> None:
-        """Let the cache go."""
-        self._forward = None
-
-
 class _Running:
     """Collects what is compared of one policy."""
 
-    def __init__(self, decoder: _Decoder, sequences: int):
+    def __init__(self, decoder: PolicyDecoder, sequences: int):
         self.decoder = decoder
         self._rows: list[tuple[int, NDArray[np.intp], Measures]] = []
         self._first: list[int | None] = [None] * sequences
