@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from quantlab import __version__, cli_bench, cli_capture, cli_compare, cli_drift, cli_preflight
+from quantlab import __version__, cli_bench, cli_capture, cli_compare, cli_drift, cli_preflight, cli_replay
 from quantlab.cli_claims import claims_app
 from quantlab.cli_errors import CommandLineError, discard_output, flush_output, is_help, usage_text
 from quantlab.cli_formats import formats_app
@@ -147,6 +147,10 @@ def evaluate(
         str | None,
         typer.Option(help='Questions: a file, a folder, or "hub" to download GPQA (docs/evaluation.md).'),
     ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="Traces to read under each policy instead: JSONL, or a run's folder of a policy."),
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder; one folder a policy inside.")
     ] = Path("results/eval"),
@@ -212,6 +216,34 @@ def evaluate(
     from quantlab.evals.task_settings import Sampling
 
     fix_threads()
+    if replay is not None:
+        without = {
+            "data": data,
+            "items": items,
+            "choice_seed": choice_seed,
+            "repeats": repeats,
+            "max_gen_toks": max_gen_toks,
+            "temperature": temperature,
+            "top_p": top_p,
+            "chat_template": chat_template,
+            "generation_batch": generation_batch,
+            "sampling_seed": sampling_seed,
+            "think_end": think_end,
+            "log_samples_with_text": log_samples_with_text,
+        }
+        cli_replay.replay(
+            model,
+            replay,
+            policy,
+            output=output,
+            batch_size=batch_size,
+            limit=limit,
+            seed=seed,
+            max_length=max_length,
+            as_json=as_json,
+            without=without,
+        )
+        return
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     generation = {
         "generation_batch": generation_batch,

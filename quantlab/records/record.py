@@ -23,6 +23,7 @@ KINDS = (
     "drift",
     "closed_loop",
     "eval",
+    "replay",
     "recall",
     "mechanism",
     "scan",
@@ -67,6 +68,13 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
         "version": 1,
         "scoring": "teacher-forced decode of context and continuation under the policy",
         "pairing": "by document hash against fp32@1 of the same model, task and data",
+    },
+    "replay": {
+        "version": 1,
+        "reading": "prompt and response token by token through the decode state, the same tokens for every policy",
+        "kl": "KL(baseline || policy) in nats, float64 log softmax, at every response token; interval over traces",
+        "answer": "letters' probabilities, summed over their tokens, where the response says its answer last",
+        "pairing": "by trace, against fp32@1 of the same model beside it",
     },
     "recall": {
         "version": 1,
