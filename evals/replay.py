@@ -103,8 +103,11 @@ def replay_batch(
 
 
 def _padded(rows: list[int]) -> list[int]:
-    """So many that a row's numbers do not depend on how many others there are."""
-    return rows + rows[:1] * (LEAST_ROWS - len(rows))
+    """A multiple of ``LEAST_ROWS``, by repeating the first: on a CPU a row's numbers then do not depend on the others.
+
+    Fewer rows are multiplied in another order, and what is left over behind whole vectors is computed by other code.
+    """
+    return rows + rows[:1] * (-len(rows) % LEAST_ROWS)
 
 
 def _compare(p: Tensor, q: Tensor, rows: list[int], kept: "list[_Kept]", position: int) -> None:

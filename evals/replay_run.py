@@ -216,7 +216,7 @@ def _series(traces: Sequence[Trace], done: Done) -> bytes:
 def _save_part(folder: Path, trace: Trace, one: Replayed, report: dict[str, Any]) -> None:
     folder.mkdir(exist_ok=True)
     about = {"exercised": one.exercised, "report": {name: report[name] for name in _REPORTED}}
-    arrays = {"about": np.array(json.dumps(about)), **one.measures}
+    arrays: dict[str, Any] = {"about": np.array(json.dumps(about)), **one.measures}
     arrays |= {} if one.letters is None else {"letters": one.letters}
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)

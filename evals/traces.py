@@ -163,7 +163,8 @@ def _check(where: str, row: Any) -> None:
         raise unknown_name(f"replay {where}, key", unknown, _KEYS)
 
 
-def _part(where: str, row: dict[str, Any], name: str) -> str | list[int]:
+def _part(where: str, row: dict[str, Any], name: str) -> Any:
+    """Text, or a list of token ids."""
     text, ids = row.get(name), row.get(f"{name}_ids")
     if (text is None) == (ids is None):
         raise InputError("replay", where, f"one of {name} and {name}_ids")
@@ -171,7 +172,7 @@ def _part(where: str, row: dict[str, Any], name: str) -> str | list[int]:
         raise InputError("replay", f"{where}, {name}", "text")
     if ids is not None and not (isinstance(ids, list) and all(type(token) is int for token in ids)):
         raise InputError("replay", f"{where}, {name}_ids", "a list of token ids")
-    return text if ids is None else ids
+    return ids if text is None else text
 
 
 def _letter(where: str, answer: Any, letters: Any) -> str | None:
@@ -232,15 +233,7 @@ def _of_task(
     digits = "0123456789" if all(len(t) == 1 and t in "0123456789" for t in targets) else ""
     for number, row in rows:
         where = f"{path.name} line {number}"
-        try:
-            prompt, responses = row["arguments"][0][0], row["resps"][0]
-            document, target, doc_id = row["doc"], str(row["target"]), int(row["doc_id"])
-            generated = all(isinstance(response, str) for response in [prompt, *responses])
-        except (KeyError, IndexError, TypeError, ValueError):
-            generated = False
-        if not generated:
-            expected = "generated responses with their text (a generative task, --log-samples-with-text)"
-            raise InputError("replay", where, expected)
+        doc_id, document, target, prompt, responses = _generated(where, row)
         letters = letters_of(document) if "choices" in document else digits
         gold = target if len(target) == 1 and target in letters else None
         if gold is None and letters and isinstance(document.get("answer"), int):
@@ -251,6 +244,18 @@ def _of_task(
             thinking = thinks or finish == "length"
             name = f"{task} {doc_id} {repeat}"
             yield _Said(where, name, prompt, known or response, gold, letters, thinking)
+
+
+def _generated(where: str, row: Any) -> tuple[int, dict[str, Any], str, str, list[str]]:
+    """doc_id, document, target, prompt and responses of a line of lm-eval's samples."""
+    try:
+        found = int(row["doc_id"]), row["doc"], str(row["target"]), row["arguments"][0][0], row["resps"][0]
+        if isinstance(found[4], list) and all(isinstance(text, str) for text in [found[3], *found[4]]):
+            return found
+    except (KeyError, IndexError, TypeError, ValueError):
+        pass
+    expected = "generated responses with their text (a generative task, --log-samples-with-text)"
+    raise InputError("replay", where, expected)
 
 
 def _generated_ids(sidecar: Path) -> dict[tuple[str, int, int], tuple[list[int], str]]:
