@@ -89,6 +89,7 @@ SAYINGS = [
     "({}) is the correct answer",
 ]
 NOISE = ["A cat sat.", "If the answer is B, no.", "Answer: A", "(C) fails", "A or D"]
+ASIDES = ["A cat sat.", "Now B and D fail.", "(C) fails"]
 
 
 @given(
@@ -96,14 +97,15 @@ NOISE = ["A cat sat.", "If the answer is B, no.", "Answer: A", "(C) fails", "A o
     st.sampled_from(SAYINGS),
     st.sampled_from("ABCD"),
     st.booleans(),
+    st.lists(st.sampled_from(ASIDES), max_size=3),
 )
-def test_the_place_decides(before, saying, letter, again):
-    """Every other letter put there is what the extraction then reads; and no later place is like that."""
+def test_the_place_decides(before, saying, letter, again, behind):
+    """Every other letter put there is what the extraction then reads; the letters behind it say nothing."""
     said = saying.format(letter)
-    text = "\n".join([*before, said, *([said] if again else [])])
+    text = "\n".join([*before, said, *([said] if again else []), *behind])
     found, place = decide(text, "ABCD")
     assert found == letter == text[place]
-    assert place > len(text) - len(said) - 1
+    assert text.rindex(said) <= place < text.rindex(said) + len(said)
     for other in "ABCD":
         assert extract_letter(text[:place] + other + text[place + 1 :], "ABCD") == other
 
