@@ -140,10 +140,9 @@ def _run(
     # Long ones first, so that a batch that does not fit in memory fails at once.
     order = sorted(traces, key=lambda trace: (-len(trace.tokens), trace.number))
     parts = {policy: _parts(folder, points[policy]) for policy in policies}
-    done = {policy: _load_parts(parts[policy], traces) for policy in policies}
+    done = {policy: set(_load_parts(parts[policy], traces)) for policy in policies}
     baseline = PolicyDecoder(lm.model, parse_rules(BASELINE), seed)
     decoders = {policy: PolicyDecoder(lm.model, policy, seed) for policy in policies}
-    reports: dict[PolicyRules, dict[str, Any]] = {}
     with _bar(sum(len(trace.tokens) - 1 for trace in traces)) as bar:
         for first in range(0, len(order), batch_size):
             batch = order[first : first + batch_size]
@@ -159,17 +158,18 @@ def _run(
             for policy, replayed in zip(todo, found, strict=True):
                 if replayed is None:
                     continue
-                reports[policy] = decoders[policy].interception.report.as_dict()
+                report = decoders[policy].interception.report.as_dict()
                 for trace, one in zip(batch, replayed, strict=True):
-                    _save_part(parts[policy], trace, one, reports[policy])
-                    done[policy][trace.number] = one, {name: reports[policy][name] for name in _REPORTED}
+                    _save_part(parts[policy], trace, one, report)
+                    done[policy].add(trace.number)
     seconds = (time.monotonic() - started) / len(policies)  # side by side; each is charged its share
     results = {}
     for policy in policies:
-        result = _result(decoders[policy], traces, done[policy])
+        found = _load_parts(parts[policy], traces)  # one policy's numbers at a time: they may be gigabytes
+        result = _result(decoders[policy], traces, found)
         if result["status"] == "ok":
             result["series"] = record_path(folder, points[policy]).with_suffix(".parquet").name
-            write_atomic(folder / result["series"], _series(traces, done[policy]))
+            write_atomic(folder / result["series"], _series(traces, found))
         results[policy] = result | {"seconds": seconds}
     return results
 

@@ -19,6 +19,7 @@ from quantlab.models.forwards import CachedForward
 from quantlab.models.policy_decoder import PolicyDecoder
 from quantlab.models.reference import reference_folder
 from quantlab.schemes import parse_rules
+from tests.evals.spoiling import spoil
 from tests.models.decoding import SAME
 
 POLICIES = ("bf16@1", "int8@1", "fp16+sr@1", "fp32/nvfp4@4")
@@ -145,27 +146,6 @@ def test_stochastic_bits_are_of_the_trace_and_the_seed(model, traces):
     assert (first.measures["kl"] != second.measures["kl"]).any()
     (again,) = replayed(model, "fp16+sr@1", [trace], seed=1)
     assert (first.measures["kl"] != again.measures["kl"]).any()
-
-
-def spoil(monkeypatch, rules, step, change):
-    """Let ``change`` alter the logits of the decoder of ``rules`` behind its step-th token."""
-    read = CachedForward.__call__
-
-    def broken(self, tokens):
-        logits = read(self, tokens)
-        return change(logits) if self is decoder._forward and self.length == step else logits
-
-    decoder = None
-    begin = PolicyDecoder.begin
-
-    def seen(self, ids):
-        nonlocal decoder
-        if self.rules.text == rules:
-            decoder = self
-        begin(self, ids)
-
-    monkeypatch.setattr(PolicyDecoder, "begin", seen)
-    monkeypatch.setattr(CachedForward, "__call__", broken)
 
 
 @pytest.mark.parametrize("token", [1, 4, 8])

@@ -1,6 +1,7 @@
 """``quantlab eval --replay`` on the command line: tables, records without text, going on, and what is refused."""
 
 import json
+import math
 
 import numpy as np
 import pandas
@@ -17,6 +18,7 @@ from quantlab.models import build_tiny
 from quantlab.models.reference import vocabulary
 from quantlab.records import load_records
 from tests.evals.made_up import CANARY
+from tests.evals.spoiling import spoil
 
 POLICIES = ("fp32@1", "nvfp4+sr@1")
 MODEL = "builtin:tiny-mamba2"
@@ -138,6 +140,21 @@ def test_a_policy_that_nobody_read_has_no_numbers(source, tmp_path):
     assert "kl" not in record["metrics"]
     assert record["series"] is None
     assert "no stored state was read back in trace 0" in record["message"]
+
+
+def test_a_policy_that_diverges_is_a_record_and_the_others_go_on(source, tmp_path, monkeypatch):
+    expected = replay(source, tmp_path / "undisturbed", ["nvfp4+sr@1"])
+    with monkeypatch.context() as patch:
+        spoil(patch, "bf16@1", 20, lambda logits: logits * math.nan)
+        lost, other = replay(source, tmp_path / "out", ["bf16@1", "nvfp4+sr@1"])
+        assert without_times(other) == without_times(expected[0])
+    assert (lost["status"], lost["metrics"]["diverged_at"], lost["series"]) == ("diverged", 20, None)
+    assert "kl" not in lost["metrics"]
+    assert lost["message"] == "at step 20, the logits are NaN or Inf"
+    assert replay(source, tmp_path / "out", ["bf16@1"]) == [
+        lost
+    ]  # a result, and no failure to be tried again
+    assert not list((tmp_path / "out" / "records").glob("parts_*"))
 
 
 def command(*arguments):
