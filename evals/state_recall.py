@@ -25,6 +25,9 @@ QUESTION_TOKENS = 5 + 2 * OPTIONS
 DRAWN_TOGETHER = 64
 """Documents of one generator."""
 
+OTHER_VALUE = len(v.VALUES) // 2
+"""How far the value of ``another_fact`` stands from the one in whose place it is put."""
+
 Ints = NDArray[np.int64]
 
 
@@ -92,6 +95,19 @@ def questions(level: Level, count: int, seed: int) -> Questions:
             for f in fields(Questions)
         }
     )
+
+
+def another_fact(asked: Questions) -> tuple[Ints, Ints]:
+    """(tokens (n, T), places (n,)): the sequences with another value of the asked fact, at these places.
+
+    Of ``questions``, which ask each sequence for one fact; all stand at the same "?".
+    """
+    recall, rows = int(asked.recall[0, 0]), np.arange(len(asked.tokens))
+    # The key and the value of a fact stand beside each other, and its key once before the question.
+    places = (asked.tokens[:, : recall - 1] == asked.tokens[:, recall - 1 : recall]).argmax(1) + 1
+    changed = asked.tokens.copy()
+    changed[rows, places] = v.token(v.VALUES[0]) + (asked.value[:, 0] + OTHER_VALUE) % len(v.VALUES)
+    return changed, places
 
 
 def generators(count: int, seed: int, task: int) -> list[np.random.Generator]:

@@ -31,16 +31,16 @@ from typing import Any
 if __package__ in (None, ""):  # run by path: the repository root is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from experiments.reference_models.arguments import one_line_errors, positive
 from experiments.reference_models.measure import POLICIES, applies
 from quantlab.drift import Stream
-from quantlab.evals.state_recall import Level, Questions, questions
+from quantlab.evals.state_recall import Level, Questions, another_fact, questions
 from quantlab.models import capture
 from quantlab.models.reference import reference_folder, reference_models
-from quantlab.models.reference import vocabulary as v
 from quantlab.records import check_output_folder, complete_record, record_path, save_record
 from quantlab.recurrences import StepInputs, get_recurrence
 from quantlab.recurrences.base import DecayAxis, expand_groups
@@ -52,8 +52,6 @@ BLOCK = 16
 ITEMS_SEED = 1
 BEYOND = 1e6
 """A ratio to something below the rounding of the reference itself."""
-OTHER_VALUE = len(v.VALUES) // 2
-"""How far the value stands from the one in whose place it is put."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +66,8 @@ class Layer:
 
 def look(model: Any, asked: Questions) -> list[Layer]:
     """The recurrent layers; ``asked``: one question a sequence."""
-    tokens, recall = torch.from_numpy(asked.tokens), int(asked.recall[0, 0])
-    # The key and the value of a fact stand beside each other, and its key once before the question.
-    written = (tokens[:, : recall - 1] == tokens[:, recall - 1 : recall]).float().argmax(1) + 1
-    both = torch.cat([tokens, _another_value(tokens, written)])
+    recall, (changed, places) = int(asked.recall[0, 0]), another_fact(asked)
+    both, written = torch.from_numpy(np.concatenate([asked.tokens, changed])), torch.from_numpy(places)
     found = []
     for number, stream in capture(model, both[:, : recall + 1], prefill=1, steps=recall).items():
         state, outputs = exact(stream)
@@ -80,14 +76,6 @@ def look(model: Any, asked: Questions) -> list[Layer]:
         facts |= {"said": _size(_halves(outputs)) / _size(outputs)}
         found.append(Layer(number, stream, facts, outputs))
     return found
-
-
-def _another_value(tokens: Tensor, written: Tensor) -> Tensor:
-    """The sequences with another value at place ``written`` (batch,)."""
-    rows, first, changed = torch.arange(len(tokens)), v.token("v00"), tokens.clone()
-    value = tokens[rows, written] - first
-    changed[rows, written] = first + (value + OTHER_VALUE) % len(v.VALUES)
-    return changed
 
 
 def _halves(x: Tensor) -> Tensor:
