@@ -92,7 +92,7 @@ def _size(x: Tensor) -> Tensor:
 def exact(stream: Stream) -> tuple[Tensor, Tensor]:
     """State and outputs of the last token, in float64."""
     recurrence, state, output = get_recurrence(stream.family), stream.initial.double(), torch.empty(0)
-    for inputs in _tokens(stream):
+    for inputs in tokens_of(stream):
         state, output = recurrence.step(state, inputs.to(torch.float64), None)
     return state, output
 
@@ -132,8 +132,8 @@ def state_facts(stream: Stream, state: Tensor, written: Tensor) -> dict[str, Any
 
 def fact_in_outputs(stream: Stream, policy: str, expected: Tensor) -> dict[str, Any]:
     """error, spread and kept of ``policy``, by head and over all; expected: outputs (batch, heads, value_dim)."""
-    held, found = _start(stream, policy), torch.empty(0)
-    for inputs in _tokens(stream):
+    held, found = start_twice(stream, policy), torch.empty(0)
+    for inputs in tokens_of(stream):
         found = held.step(inputs)
     told, tells = _halves(expected), _halves(found.double())
     error = found.double() - expected
@@ -153,22 +153,22 @@ def fact_in_outputs(stream: Stream, policy: str, expected: Tensor) -> dict[str, 
     return rows | {"of_fact": together}
 
 
-def _start(stream: Stream, policy: str) -> Any:
+def start_twice(stream: Stream, policy: str) -> Any:
     # A question draws the same random bits whichever value it holds.
     names = torch.arange(len(stream.initial) // 2).repeat(2)
     return start(policy, stream.family, stream.initial, key_heads=stream.k.shape[2], sequence_ids=names)
 
 
-def _tokens(stream: Stream) -> Any:
+def tokens_of(stream: Stream) -> Any:
     for t in range(stream.v.shape[0]):
         beta = None if stream.beta is None else stream.beta[t]
         yield StepInputs(stream.q[t], stream.k[t], stream.v[t], stream.log_decay[t], beta)
 
 
-def _plain(row: Any) -> Any:
+def plain(row: Any) -> Any:
     """Tensors as numbers; what no float32 can tell from nothing is None."""
     if isinstance(row, dict):
-        return {name: _plain(value) for name, value in row.items()}
+        return {name: plain(value) for name, value in row.items()}
     if not isinstance(row, Tensor):
         return row
     numbers = [
@@ -223,7 +223,7 @@ def _write(options: argparse.Namespace, known: tuple[str, ...]) -> None:
             start, rows = time.monotonic(), []
             for layer in layers:
                 found = fact_in_outputs(layer.stream, policy, layer.outputs)
-                rows.append(_plain(layer.facts | found))
+                rows.append(plain(layer.facts | found))
                 shown = (f"{what} {value:.2f}" for what, value in found["of_fact"].items())
                 print(f"{name} layer {layer.number}  {policy:<34}", *shown, flush=True)
             seconds = time.monotonic() - start

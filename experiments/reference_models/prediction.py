@@ -1,18 +1,28 @@
 """Which number ranks the policies as the right answers do: Spearman's rank correlation with what recall loses.
 
-python experiments/reference_models/prediction.py [--level 512]
+python experiments/reference_models/prediction.py                # every level
+python experiments/reference_models/prediction.py --level 152
 
 closed form   the largest predicted output error over the heads of the model (``quantlab predict --model``)
+state error   measured at "?" against the unrounded recurrence, in the worst layer (``predict.py``)
 output error  measured at "?", over the size of the outputs, in the worst layer (``mechanism.py``)
 fact error    the same over the size of what the fact changes in the outputs
 per kept      spread of that error over the share of the fact that outputs still tell, in the worst layer
-The interval: 95 % of 2,000 resamplings of the questions, the same for all policies of a model.
+of fact       fact error in closed form (``quantlab.drift.fact_error``), in the worst layer (``predict.py``)
+What ``mechanism.py`` measured is of the default level and stands at the others too; the rest but the closed form is of
+each level.  The interval: 95 % of 2,000 resamplings of the questions, the same for all policies of a model.
+
+Policies that no question tells apart have ranks all the same, so that a perfect order of the others does not reach 1.
+The second table leaves them out: of all pairs of policies whose right answers differ (exact McNemar test, 5 %), the
+percentage that a number puts in the right order; the same number for both is half right.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +35,13 @@ from scipy import stats
 
 from experiments.reference_models.arguments import one_line_errors
 from experiments.reference_models.measure import LEVELS
-from experiments.reference_models.report import DEFAULT_LEVEL, HERE, Records
+from experiments.reference_models.report import HERE, Records
+from quantlab.errors import InputError
 from quantlab.models.reference import reference_folder
 
 RESAMPLINGS, SEED = 2000, 0
+SIGNIFICANCE = 0.05
+LEAST_POLICIES = 3
 LEAST_KEPT = 1e-3
 """Of a fact; below it counts as that, so that nothing is divided by zero."""
 
@@ -75,6 +88,28 @@ def closed_form(model: str, policies: list[str]) -> list[float]:
     return [float(np.max(head_risks(parse_policy(policy), heads).errors.output)) for policy in policies]
 
 
+def of_fact(layers: Layers) -> float:
+    return max(layer["of_fact"] for layer in layers)
+
+
+def state_error(layers: Layers) -> float:
+    # None: beyond all measure.
+    return max(float("inf") if layer["state_error"] is None else layer["state_error"] for layer in layers)
+
+
+def ordered(scores: list[float], right: NDArray[np.bool_]) -> tuple[float, int]:
+    """(share of pairs in the right order, pairs) of the policies whose right answers differ; nan without any."""
+    points, pairs = 0.0, 0
+    for one, other in combinations(range(len(scores)), 2):
+        lost, gained = int((right[one] & ~right[other]).sum()), int((~right[one] & right[other]).sum())
+        if not lost + gained or stats.binomtest(lost, lost + gained).pvalue >= SIGNIFICANCE:
+            continue
+        pairs += 1
+        # The one with more right answers should have the smaller score.
+        points += (1 + np.sign((scores[other] - scores[one]) * (lost - gained))) / 2
+    return (points / pairs if pairs else float("nan")), pairs
+
+
 def correlation(scores: list[float], right: NDArray[np.bool_]) -> tuple[float, float, float]:
     """(rho, low, high) of scores (policies,) against the loss in ``right`` (policies, questions); ties share ranks."""
     generator, count = np.random.default_rng(SEED), right.shape[1]
@@ -97,32 +132,86 @@ def mechanisms(folder: Path) -> dict[tuple[str, str], Layers]:
     return found
 
 
+def predicted(folder: Path) -> dict[tuple[str, str, str], Layers]:
+    """Layers of every record of ``predict.py``, by model, level and policy."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        record = json.loads(path.read_text())
+        point = record["point"]
+        level = next(name for name, (level, _) in LEVELS.items() if vars(level) == point["level"])
+        found[point["model"], level, point["policy"]] = record["metrics"]["layers"]
+    return found
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of one model at one level: by name, a score a policy; right: (policies, questions) of recall."""
+
+    model: str
+    level: str
+    scores: dict[str, list[float]]
+    right: NDArray[np.bool_]
+
+
+def scores(
+    records: Records,
+    measured: dict[tuple[str, str], Layers],
+    foreseen: dict[tuple[str, str], Layers],
+    level: str,
+) -> Iterator[Scores]:
+    """Every model with three policies or more of which there is everything."""
+    for model in records.models:
+        policies = [
+            policy
+            for policy in records.policies(model, level)
+            if (model, policy) in measured and (model, level, policy) in foreseen
+        ]
+        if len(policies) < LEAST_POLICIES:
+            continue
+        found = {"closed form": closed_form(model, policies)}
+        layers = [foreseen[model, level, policy] for policy in policies]
+        found["state error"] = list(map(state_error, layers))
+        for name, score in MEASURED.items():
+            found[name] = [score(measured[model, policy]) for policy in policies]
+        found["of fact"] = list(map(of_fact, layers))
+        right = np.stack([records.answers(model, level, policy)["value"] for policy in policies])
+        yield Scores(model, level, found, right)
+
+
+def tables(rows: list[Scores]) -> Iterator[str]:
+    """Markdown lines: the rank correlations, then the pairs."""
+    names = list(rows[0].scores)
+    head = ["| " + " | ".join(["model, level", *names]) + " |", "|---" * (len(names) + 1) + "|"]
+    yield from ["Rank correlation [95 %]", "", *head]
+    for row in rows:
+        found = (correlation(values, row.right) for values in row.scores.values())
+        cells = [f"{rho:.2f} [{low:.2f}, {high:.2f}]" for rho, low, high in found]
+        yield "| " + " | ".join([f"{row.model} {row.level} ({len(row.right)} policies)", *cells]) + " |"
+    yield from ["", "Pairs in the right order, %", "", *head]
+    for row in rows:
+        shares = [ordered(values, row.right) for values in row.scores.values()]
+        cells = [f"{100 * share:.0f}" for share, _ in shares]
+        yield "| " + " | ".join([f"{row.model} {row.level} ({shares[0][1]} pairs)", *cells]) + " |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--records", type=Path, default=HERE / "records")
     parser.add_argument("--mechanism", type=Path, default=HERE / "mechanism")
-    parser.add_argument("--level", choices=LEVELS, default=DEFAULT_LEVEL)
+    parser.add_argument("--predicted", type=Path, default=HERE / "predicted")
+    parser.add_argument("--level", action="append", choices=LEVELS, help="repeat for several (default: all)")
     options = parser.parse_args()
     with one_line_errors():
         records, measured = Records(options.records), mechanisms(options.mechanism)
-        print("| model | policies | closed form | " + " | ".join(MEASURED) + " |")
-        print("|---|---|---|" + "---|" * len(MEASURED))
-        for model in records.models:
-            rows = records.rows(model, options.level)
-            policies = [policy for policy in rows if (model, policy) in measured]
-            if len(policies) < 3:
-                continue
-            right = np.stack([records.answers(model, options.level, policy)["value"] for policy in policies])
-            scores = {"closed form": closed_form(model, policies)}
-            for name, score in MEASURED.items():
-                scores[name] = [score(measured[model, policy]) for policy in policies]
-            cells = []
-            for values in scores.values():
-                rho, low, high = correlation(values, right)
-                cells.append(f"{rho:.2f} [{low:.2f}, {high:.2f}]")
-            print(f"| {model} | {len(policies)} | " + " | ".join(cells) + " |")
+        foreseen = predicted(options.predicted)
+        rows = [
+            row for level in options.level or LEVELS for row in scores(records, measured, foreseen, level)
+        ]
+        if not rows:
+            raise InputError("predicted", str(options.predicted), "records of predict.py for these levels")
+        print("\n".join(tables(rows)))
 
 
 if __name__ == "__main__":

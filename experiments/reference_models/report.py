@@ -70,9 +70,13 @@ class Records:
         found = self._found.get((model, level), {})
         if BASELINE not in found:
             return {}
-        order = [*(p for p in POLICIES if p in found), *sorted(p for p in found if p not in POLICIES)]
         base = _answers(found[BASELINE])
-        return {policy: _row(found[policy], base) for policy in order}
+        return {policy: _row(found[policy], base) for policy in self.policies(model, level)}
+
+    def policies(self, model: str, level: str) -> list[str]:
+        """What there are records of, the study's in its order and then others; with or without a baseline."""
+        found = self._found.get((model, level), {})
+        return [*(p for p in POLICIES if p in found), *sorted(p for p in found if p not in POLICIES)]
 
     def answers(self, model: str, level: str, policy: str) -> dict[str, NDArray[np.bool_]]:
         """Which questions were answered right, (items,) by what is asked."""

@@ -23,7 +23,7 @@ A fact is what its value changes in the output: the prompt is given twice, with 
 Source: the adjoint of the linear recurrences; measured against ``experiments/reference_models/mechanism.py``, head by
 head: README there.  What it leaves out: rounding to nearest that holds a state back for many tokens.  There decay is
 swallowed, small columns grow until they set the step of their block, and errors are 10 to 100 times what stands here
-(``quantizer`` says where).  Of rounding sites and of buffers in less than float32 it knows nothing either.
+(``stagnation`` says where).  Of rounding sites and of buffers in less than float32 it knows nothing either.
 """
 
 import dataclasses
@@ -86,8 +86,7 @@ def fact_errors(stream: Stream, policies: "Iterable[str | Policy]", *, every: in
     odd where tokens come in pairs.
     Raises InputError for an odd batch, and for every < 1.
     """
-    if len(stream.initial) % 2:
-        raise InputError("stream", f"{len(stream.initial)} sequences", "pairs that differ in a fact")
+    pairs_of(stream)
     if every < 1:
         raise InputError("every", every, "at least 1")
     parsed = list(dict.fromkeys(map(parse_policy, policies)))
@@ -127,6 +126,13 @@ def fact_errors(stream: Stream, policies: "Iterable[str | Policy]", *, every: in
     return FactErrors((one - other).square().sum(-1).mean(0).sqrt(), errors)
 
 
+def pairs_of(stream: Stream) -> int:
+    """Half the sequences; raises InputError for an odd number."""
+    if len(stream.initial) % 2:
+        raise InputError("stream", f"{len(stream.initial)} sequences", "pairs that differ in a fact")
+    return len(stream.initial) // 2
+
+
 def _parts(policy: Policy, steps: int) -> list[tuple[Format, int, str]]:
     """Where the roundings of a policy are: (format, tokens between two of them, role)."""
     format, cycle, found = policy.checkpoint, cycle_length(policy), []
@@ -136,7 +142,9 @@ def _parts(policy: Policy, steps: int) -> list[tuple[Format, int, str]]:
         found.append((plain, cycle, role))
         if role == "feedback" and policy.read_copy is None and policy.options.ef_read == "exclude":
             found.append((plain, cycle, "read"))
-    flushes = steps % cycle == 0 and policy.options.flush_read == "exact"  # the last token reads the unrounded fold
+    flushes = (
+        steps % cycle == 0 and policy.options.flush_read == "exact"
+    )  # the last token reads the unrounded fold
     if policy.read_copy is not None and policy.read_copy.rounded and not flushes:
         found.append((policy.read_copy, cycle, "read"))
     return found

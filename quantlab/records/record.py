@@ -26,6 +26,7 @@ KINDS = (
     "replay",
     "recall",
     "mechanism",
+    "predicted",
     "scan",
     "bench",
     "decode_step",
@@ -87,6 +88,12 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
         "inputs": "of each recurrent layer under fp32@1; each layer alone under a policy",
         "fact": "difference of two runs that differ in the asked fact's value, at the token that asks for it",
         "reference": "the unrounded recurrence in float64",
+    },
+    "predicted": {
+        "version": 1,
+        "inputs": "of each recurrent layer under fp32@1; each layer alone under a policy",
+        "of_fact": "closed form: independent roundings of the exact state, followed to the token that asks",
+        "state_error": "measured, behind the same token, against the unrounded recurrence in float64",
     },
     "scan": {"version": 1, "reference": "the trained recurrence in float64 on the same inputs"},
     "bench": {

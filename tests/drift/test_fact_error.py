@@ -14,11 +14,15 @@ from quantlab.schemes import start
 FAMILIES = ("gated_delta", "kimi_delta", "mamba1", "mamba2")
 
 
-def small(family: str, *, steps: int = 48, heads: int = 4, sequences: int = 16, alpha: float = 0.99) -> Stream:
+def small(
+    family: str, *, steps: int = 48, heads: int = 4, sequences: int = 16, alpha: float = 0.99
+) -> Stream:
     shape = {"value_dim": 8, "key_dim": 32} if family != "mamba1" else {"value_dim": 32, "key_dim": 8}
     if family == "mamba1":
         heads = 1
-    return synthetic_stream(family, heads=heads, steps=steps, alpha=alpha, seed=3, sequences=sequences, **shape)
+    return synthetic_stream(
+        family, heads=heads, steps=steps, alpha=alpha, seed=3, sequences=sequences, **shape
+    )
 
 
 def last_output(stream: Stream, state: torch.Tensor, first: int) -> torch.Tensor:
@@ -32,7 +36,10 @@ def last_output(stream: Stream, state: torch.Tensor, first: int) -> torch.Tensor
 
 def measured(stream: Stream, policy: str) -> torch.Tensor:
     """Size of the last output's error by head, the policy itself being run."""
-    held, found = start(policy, stream.family, stream.initial, key_heads=stream.k.shape[2], rates=stream.rates), None
+    held, found = (
+        start(policy, stream.family, stream.initial, key_heads=stream.k.shape[2], rates=stream.rates),
+        None,
+    )
     for t in range(stream.steps):
         found = held.step(stream.step(t))
     assert found is not None
@@ -43,7 +50,7 @@ def measured(stream: Stream, policy: str) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("first", [0, 1, 40, 47])
 def test_the_path_is_what_the_last_output_takes_of_an_error(family, first):
-    """Any change of the state behind a token changes the last output by its product with the path: outputs are linear."""
+    """Any change of a state changes the last output by its product with the path: outputs are linear."""
     stream = small(family)
     state = torch.randn(stream.initial.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     change = torch.randn(state.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -109,7 +116,8 @@ def test_error_feedback_adds_up_with_its_signs():
     policy = "int8+ef.fp32@1:ef_read=include"
     expected, found = measured(stream, policy), fact_errors(stream, [policy]).errors.popitem()[1]
     # Both are sums of slowly moving residuals: of one size, not of equal value.
-    assert ((found / expected) > 0.5).all() and ((found / expected) < 2).all()
+    assert ((found / expected) > 0.5).all()
+    assert ((found / expected) < 2).all()
     excluded = fact_errors(stream, ["int8+ef.fp32@1"]).errors.popitem()[1]
     assert (excluded > found).all()
 

@@ -221,7 +221,7 @@ def asked_twice(stream, change):
 def facts(stream, written):
     """``state_facts`` of a stream whose facts have another value the second time, as plain numbers."""
     both = asked_twice(stream, 1.0)
-    return mechanism._plain(mechanism.state_facts(both, mechanism.exact(both)[0], written))
+    return mechanism.plain(mechanism.state_facts(both, mechanism.exact(both)[0], written))
 
 
 @pytest.mark.parametrize("family", ["mamba2", "gated_delta", "kimi_delta"])
