@@ -8,6 +8,7 @@ import numpy as np
 import typer
 
 from quantlab.cli_budget import spend
+from quantlab.cli_fact import LARGEST_WRITES, predict_facts
 from quantlab.errors import InputError
 from quantlab.terminal import print_json, print_table, print_wrapped
 
@@ -95,6 +96,15 @@ def predict(
             "--mixed-windows", help="With --budget: heads of a layer may differ in window (CPU only)."
         ),
     ] = False,
+    writes: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=LARGEST_WRITES,
+            help="With --model reference:NAME: the error of a read that asks for one fact behind so many writes, over"
+            " what the fact says in it.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="One JSON object a line instead of a table."),
@@ -104,9 +114,9 @@ def predict(
     from quantlab.drift.risks import head_risks
     from quantlab.schemes import check_policy_fits, parse_policy
 
+    alone = {"alpha": alpha, "beta": beta, "value_dim": value_dim, "key_dim": key_dim, "stream": stream}
     if budget is not None:
-        alone = {"alpha": alpha, "beta": beta, "value_dim": value_dim, "key_dim": key_dim, "stream": stream}
-        for name, value in alone.items():
+        for name, value in (alone | {"writes": writes}).items():
             if value is not None:
                 raise InputError(name, str(value), "no --budget, which is for the heads of a --model")
         with ExitStack() as stack:
@@ -116,6 +126,12 @@ def predict(
     for name, value in {"output": output, "mixed_windows": mixed_windows or None}.items():
         if value is not None:
             raise InputError(name, str(value), "--budget beside it")
+    if writes is not None:
+        for name, value in alone.items():
+            if value is not None:
+                raise InputError(name, str(value), "no --writes, which is for a reference model")
+        predict_facts(str(config), policies, writes, as_json)
+        return
     if not policies:
         raise InputError("policy", None, "at least one policy text, or --model and --budget")
     with ExitStack() as stack:

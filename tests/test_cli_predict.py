@@ -165,3 +165,37 @@ def test_reference_models_have_heads(run):
     status, out, err = run("fp32/nvfp4@16", "--model", "reference:hybrid")
     assert status == 0, err
     assert "A_log and dt_bias of 2 layers in hybrid" in " ".join(out.split())
+
+
+def test_a_read_that_asks_for_one_fact(run):
+    """Of a built-in model's own questions; a coarser read copy errs more, and only stores can hold a state back."""
+    policies = ("fp32/fp8_e4m3@16", "fp32/nvfp4@16", "int8@1")
+    status, out, _ = run("--model", "reference:gated_delta", "--writes", 4, *policies, "--json")
+    assert status == 0
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [(row["policy"], row["layer"]) for row in rows] == [
+        (p, layer) for p in policies for layer in range(3)
+    ]
+    fine, coarse = (sum(row["of_fact"] ** 2 for row in rows if row["policy"] == p) for p in policies[:2])
+    assert 0 < fine < coarse
+    assert all((row["kept"] is None) == ("/" in row["policy"]) for row in rows)
+    status, out, _ = run("--model", "reference:gated_delta", "--writes", 4, "fp32/nvfp4@16")
+    assert status == 0
+    assert "error / fact" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--writes", 4, "nvfp4@1"), "writes 4: expected --model reference:NAME"),
+        (("--writes", 4, "--model", "reference:hybrid"), "policy"),
+        (("--writes", 4, "--model", "reference:hybird", "nvfp4@1"), "nearest: reference:hybrid"),
+        (("--writes", 4, "--model", "reference:hybrid", "--alpha", 0.9, "nvfp4@1"), "alpha"),
+        (("--writes", 4, "--model", "reference:hybrid", "--budget", 0.5), "writes"),
+        (("--writes", 4, "--model", "reference:hybrid", "fp32/nvfp4@16:contents=derived"), "derived"),
+    ],
+)
+def test_what_writes_do_not_go_with_is_one_line(run, arguments, named):
+    status, _, err = run(*arguments)
+    assert status == 2
+    assert named in err.splitlines()[-1]

@@ -81,6 +81,38 @@ def test_correlation_of_scores_with_losses():
     assert prediction.correlation([3.0, 2.0, 1.0, 0.0], right)[0] == -1.0
 
 
+def test_pairs_that_no_question_tells_apart_do_not_count():
+    """Of four policies two answer alike: five pairs are left, and a score that is the same for both is half right."""
+    right = np.stack([np.arange(400) < n for n in (400, 300, 300, 100)])
+    assert prediction.ordered([0.0, 2.0, 1.0, 3.0], right) == (1.0, 5)
+    assert prediction.ordered([3.0, 1.0, 2.0, 0.0], right) == (0.0, 5)
+    assert prediction.ordered([0.0, 0.0, 1.0, 2.0], right) == (0.9, 5)
+    share, pairs = prediction.ordered([0.0, 1.0], right[1:3])
+    assert pairs == 0
+    assert np.isnan(share)
+
+
+def test_correlation_shares_ranks_among_equal_losses():
+    """Ranks 1, 2.5, 2.5, 4 of the losses against 1, 2, 3, 4 of the scores: 4.5 / sqrt(5 x 4.5)."""
+    right = np.stack([np.arange(400) < n for n in (400, 300, 300, 100)])
+    assert prediction.correlation([0.0, 1.0, 2.0, 3.0], right)[0] == pytest.approx(4.5 / (5 * 4.5) ** 0.5)
+
+
+def test_ratios_are_of_the_heads_that_tell_the_fact():
+    """Predicted .5 over measured .25 in the head that tells it; the other tells a thousandth of that."""
+    foreseen = {("toy", "152", "nvfp4@1"): [{"fact": [1.0, 0.001], "error": [0.5, 9.0]}]}
+    foreseen["toy", "32", "nvfp4@1"] = [{"fact": [1.0, 1.0], "error": [7.0, 7.0]}]
+    measured = {("toy", "nvfp4@1"): [{"error": [0.25, 1.0]}]}
+    assert prediction.head_ratios(measured, foreseen) == {("toy", "nearest"): [2.0]}
+    kinds = {
+        "fp32/nvfp4@16": "read copy",
+        "fp16+sr/nvfp4@16": "stochastic",
+        "int8+ef@1": "feedback",
+        "nvfp4@16": "nearest",
+    }
+    assert {policy: prediction.rounding_kind(policy) for policy in kinds} == kinds
+
+
 def test_errors_are_those_of_the_worst_layer():
     layers = [
         {"error": [1.0, None], "said": [0.5, 0.0], "of_fact": {"error": 2.0, "spread": 1.0, "kept": 0.5}},
@@ -98,6 +130,21 @@ def test_cards_say_what_the_records_give():
     for name in reference_models():
         text = "\n".join(cards.card(name, records, found[name, measure.BASELINE])) + "\n"
         assert (reference_folder(name) / "README.md").read_text() == text, name
+
+
+def test_predictions_stand_beside_every_right_answer_of_the_default_level():
+    """What ``predict.py`` recorded has the layers of the models, and the tables have a row for each."""
+    records, measured = (
+        report.Records(report.HERE / "records"),
+        prediction.mechanisms(report.HERE / "mechanism"),
+    )
+    foreseen = prediction.predicted(report.HERE / "predicted")
+    for (model, _, policy), layers in foreseen.items():
+        assert [x["layer"] for x in layers] == [x["layer"] for x in measured[model, policy]], (model, policy)
+    rows = list(prediction.scores(records, measured, foreseen, "152"))
+    assert {row.model for row in rows} >= {"gated_delta", "kimi_delta", "hybrid"}
+    lines = list(prediction.tables(rows[:1]))
+    assert sum(line.startswith(f"| {rows[0].model} 152 (") for line in lines) == 2
 
 
 def test_every_mechanism_record_names_its_policy_and_all_layers():
