@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +18,12 @@ from quantlab.errors import InputError
 HUB = "hub"
 """Given as data: download from the hub, with the user's token.  A folder of that name is "./hub"."""
 Rows = list[dict[str, Any]]
+
+
+class _NoRows(ValueError):
+    """JSON that is no list of objects."""
+
+
 _SPLITS = ("test", "train")  # of a data set in several: the first of these that it has
 _CARD = "README.md"
 _LARGE_FILE = b"version https://git-lfs"
@@ -90,18 +97,23 @@ def refuse_row(data: Any, row: int, problem: str) -> NoReturn:
 
 
 def cell_text(value: Any) -> str:
-    """A cell as text: "" for nothing (None and the NaN of a table); "None", "nan" and "4.0" stay what they are."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    """A cell as text: "None", "nan" and "4.0" stay what they are; "" for nothing (None and the NaN of a table), and
+    for what is no text, such as a list or a table, whose spelling in Python nobody means to ask.
+    """
+    if not isinstance(value, str | int | float | Decimal) or (isinstance(value, float) and math.isnan(value)):
         return ""
     return str(value).strip()
 
 
 def check_unicode(texts: Sequence[str], data: Any, row: int) -> None:
-    """JSON can spell halves of characters, which no tokenizer and no hash takes."""
+    """JSON can spell halves of characters, which no tokenizer and no hash takes; a NUL is a damaged file's."""
+    text = "".join(texts)
     try:
-        "".join(texts).encode()
+        text.encode()
     except UnicodeEncodeError:
         refuse_row(data, row, "is not valid Unicode")
+    if "\0" in text:
+        refuse_row(data, row, "holds a NUL character")
 
 
 def _shown(data: Any) -> str | None:
@@ -119,6 +131,8 @@ def _from_file(path: Path, source: Source) -> Rows:
         return read(path)
     except InputError:
         raise
+    except _NoRows:
+        raise InputError("data", str(path), f"{source.title} as JSON objects, one a row") from None
     except UnicodeDecodeError as error:
         problem = f"text in UTF-8; byte {error.start} is not"
         raise InputError("data", str(path), problem) from error
@@ -132,8 +146,11 @@ def _read_csv(path: Path) -> Rows:
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file, strict=True)
         names = reader.fieldnames or []
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise InputError("data", str(path), f"one column of each name; {', '.join(repeated)} comes twice")
+        # By number: without a header these are the cells of the first row.
+        if repeated := [str(n) for n, name in enumerate(names, 1) if names.count(name) > 1]:
+            raise InputError(
+                "data", str(path), f"one column of each name; columns {', '.join(repeated)} share one"
+            )
         return list(reader)
 
 
@@ -149,7 +166,7 @@ def _read_jsonl(path: Path) -> Rows:
 
 def _objects(value: Any) -> Rows:
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
-        raise ValueError("not a list of objects")
+        raise _NoRows
     return value
 
 

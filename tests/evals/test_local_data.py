@@ -88,14 +88,15 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, table, no_network):
         ("a.txt", b"Question\n", "CSV, JSON, JSONL or Parquet file"),
         ("a.csv", b"", "at least one row"),
         ("a.csv", ",".join(COLUMNS).encode() + b"\n", "at least one row"),
-        ("a.csv", b"Question,Question\nq,r\n", "Question comes twice"),
+        ("a.csv", b"Question,Question\nq,r\n", "columns 1, 2 share one"),
+        ("a.csv", b"secret,a,b,secret\n", "columns 1, 4 share one"),  # no header: its names are a question
         ("a.csv", ",".join(COLUMNS).encode() + b"\n\xe9t\xe9 secret,a,b,c,d\n", r"UTF-8; byte \d+ is not"),
         ("a.csv", b'Question,"secret\n', "Error on reading"),
         ("a.csv", b"version https://git-lfs\noid sha256:1\n", "git lfs pull"),
         ("a.json", b"{", "JSONDecodeError on reading"),
         ("a.json", b"[" * 100_000, "RecursionError on reading"),
-        ("a.json", b'{"secret": 1}', "ValueError on reading"),
-        ("a.jsonl", b'["secret"]', "ValueError on reading"),
+        ("a.json", b'{"secret": 1}', "JSON objects, one a row"),
+        ("a.jsonl", b'["secret"]', "JSON objects, one a row"),
         ("a.parquet", b"PAR1secret", "ArrowInvalid on reading"),
     ],
 )
@@ -106,6 +107,24 @@ def test_a_file_that_cannot_be_read_is_one_line_without_its_text(tmp_path, name,
         read_rows(tmp_path / name)
     assert caught.value.argument == "data"
     assert "\n" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        ({"text": "secret"}, "has no text in"),
+        (["secret"], "has no text in"),
+        ("secret\0", "holds a NUL character"),
+        ("secret\ud800", "is not valid Unicode"),
+    ],
+)
+def test_a_cell_that_is_no_text_is_refused_by_row(tmp_path, table, column, cell, words):
+    table[1] = table[1] | {column: cell}
+    (tmp_path / "a.json").write_text(json.dumps(table))
+    with pytest.raises(InputError, match=f"row 2 {words}") as caught:
+        read_rows(tmp_path / "a.json")
     assert "secret" not in str(caught.value)
 
 
