@@ -55,6 +55,8 @@ def read_answers(run: TaskRun, metric: str | None = None, filter_name: str | Non
     seen: set[Any] = set()
     for document in documents:
         identity = document.get("doc_id")
+        if identity is not None and not isinstance(identity, int | str):
+            raise InputError("samples", where, f"a number or text as doc_id, not a {type(identity).__name__}")
         if identity is not None and identity in seen:
             raise InputError("samples", where, f"each document once, doc_id {identity} is there twice")
         seen.add(identity)
@@ -108,7 +110,10 @@ def read_answers(run: TaskRun, metric: str | None = None, filter_name: str | Non
 
 
 def _filtered(run: TaskRun, wanted: str | None) -> tuple[list[dict[str, Any]], str | None]:
-    names = list(dict.fromkeys(document.get("filter") for document in run.documents))
+    names = [document.get("filter") for document in run.documents]
+    if not all(name is None or isinstance(name, str) for name in names):
+        raise InputError("samples", str(run.source), "text as the filter of each document")
+    names = list(dict.fromkeys(names))
     if names == [None]:
         return run.documents, None
     texts = [str(name) for name in names]
@@ -130,6 +135,8 @@ def _metric(run: TaskRun, documents: list[dict[str, Any]], wanted: str | None) -
             return "correct"
         if wanted not in names:
             raise unknown_name("--metric", wanted, names)
+        if run.less_is_better(wanted):
+            raise InputError("--metric", wanted, "a metric of which more is better: a loss is counted in it")
         return wanted
     name = next((name for name in CORRECT if name in names), None)
     if name is None:
@@ -157,6 +164,8 @@ def _array(
         row = [check(item) for item in items]
         if not row or any(number is None for number in row):
             shown = next((item for item, number in zip(items, row, strict=True) if number is None), held)
+            # A text may be a question's or an answer's.
+            shown = f"<{type(shown).__name__}>" if isinstance(shown, str | list | dict) and shown else shown
             expected = f"{_EXPECTED_VALUES[check.__name__]} in document {document.get('doc_id')} of {where}"
             raise InputError(field, shown, expected)
         if len(row) != (repeats or len(row)):

@@ -36,7 +36,10 @@ class Pairs:
         return before[self.base_rows], after[self.candidate_rows]
 
     def loglikelihood_change(self) -> float | None:
-        """Mean of |difference| over all choices of all documents; None for generated answers."""
+        """Mean of |difference| over all choices of all documents; None for generated answers.
+
+        Equal infinite log-likelihoods did not change; infinite if one became infinite, NaN if one is.
+        """
         before, after = self.base.loglikelihoods, self.candidate.loglikelihoods
         if before is None or after is None:
             return None
@@ -45,7 +48,9 @@ class Pairs:
             if before[one].shape != after[other].shape:
                 found = f"{before[one].size} log-likelihoods as in the base, document {self.candidate.doc_ids[other]}"
                 raise InputError("candidate", self.candidate.run.path, found)
-            changes.append(np.abs(before[one] - after[other]))
+            same = before[one] == after[other]
+            # Not subtracted where equal: inf - inf would be NaN.
+            changes.append(np.abs(np.where(same, 0.0, before[one]) - np.where(same, 0.0, after[other])))
         return float(np.concatenate(changes).mean())
 
 

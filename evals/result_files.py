@@ -18,6 +18,7 @@ from quantlab.records import RECORD_NAME, load_record
 _TIME = r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?"
 _SAMPLES = re.compile(rf"samples_(?P<task>.+)_(?P<time>{_TIME})\.jsonl")
 _RESULTS = re.compile(rf".+_(?P<time>{_TIME})\.json")
+_LESS_IS_BETTER = ("no_answer", "truncated")
 _EXPECTED = (
     "a results or samples file of lm-eval, a quantlab eval record, or a folder that holds those of one run"
 )
@@ -47,6 +48,13 @@ class TaskRun:
         """Of quantlab's own runs; None for every other model."""
         policy = self.config.get("policy")
         return policy if isinstance(policy, str) else None
+
+    def less_is_better(self, metric: str) -> bool:
+        """As the task says in the results, or as quantlab's own tasks do where there are none."""
+        if self.results is None:
+            return metric in _LESS_IS_BETTER
+        higher = _table(_table(self.results.get("higher_is_better")).get(self.task))
+        return higher.get(metric, metric not in _LESS_IS_BETTER) is False
 
     @property
     def model(self) -> str:
@@ -120,11 +128,12 @@ def _sample_runs(file: Path, path: str, task: str | None) -> Iterator[TaskRun]:
     if match is None or (task is not None and match["task"] != task):
         return
     results = next(iter(sorted(file.parent.glob(f"*_{match['time']}.json"))), None)
-    run = TaskRun(
-        path, file, match["task"], _lines(file), None if results is None else _table(_json(results, path))
-    )
+    held = None if results is None else _json(results, path)
+    if results is not None and not isinstance(held, dict):
+        raise InputError("run", path, f"one JSON object in {results.name}")
+    run = TaskRun(path, file, match["task"], _lines(file), held)
     counted = _table(_table(_table(run.results).get("n-samples")).get(run.task)).get("effective")
-    present = len({document.get("doc_id") for document in run.documents})
+    present = len({str(document.get("doc_id")) for document in run.documents})
     if isinstance(counted, int) and counted != present:
         raise InputError("samples", str(file), f"the {counted} documents of its results, not {present}")
     yield run
@@ -148,7 +157,7 @@ def _record_runs(file: Path, path: str, task: str | None, *, alone: bool) -> Ite
     by_task: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for document in documents:
         if not isinstance(document, dict) or not isinstance(document.get("task"), str):
-            raise InputError(f"record {file.name} documents", document, "tables with a task")
+            raise InputError("run", path, f"documents with a task in {file.name}")
         by_task[document["task"]].append({"doc_hash": document.get("hash"), **document})
     for name, rows in by_task.items():
         if task in (None, name):

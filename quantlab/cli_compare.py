@@ -115,6 +115,7 @@ def _pairs(
     baseline = read_runs(base, task)
     others = [(True, path, read_runs(path, task)) for path in controls]
     others += [(False, path, read_runs(path, task)) for path in candidates]
+    _check_once(others)
     found = []
     for name, run in baseline.items():
         answers = None
@@ -126,6 +127,18 @@ def _pairs(
             candidate = read_answers(runs[name], metric, filter_name)
             found.append((control, pair(answers, candidate, allow_missing=allow_missing, control=control)))
     return found
+
+
+def _check_once(others: "list[tuple[bool, Path, dict[str, TaskRun]]]") -> None:
+    """InputError for a run given twice: it would count twice in Holm's adjustment, or as its own noise floor."""
+    seen: dict[tuple[Path, str], Path] = {}
+    for control, path, runs in others:
+        for name, run in runs.items():
+            key = run.source.resolve(), name
+            if key in seen:
+                expected = f"each run once; {seen[key]} is the same"
+                raise InputError("--aa" if control else "candidate", str(path), expected)
+            seen[key] = path
 
 
 def _rows(pairs: "list[tuple[bool, Pairs]]", margin: float, confidence: float) -> list[dict[str, Any]]:

@@ -181,6 +181,9 @@ def test_missing_documents_are_said(tmp_path):
         (["OTHER", "--filter", "strict"], "--filter 'strict': expected one of none"),
         (["OTHER", "--task", "quizz"], "--task 'quizz': expected one of quiz (nearest: quiz)"),
         (["BASE"], "a file says nothing about itself"),
+        (["OTHER", "OTHER"], "each run once"),  # Holm would count it twice
+        (["OTHER", "SAMPLES"], "each run once"),
+        (["--aa", "OTHER", "--aa", "OTHER"], "each run once"),
         (["MISSING"], "an existing file or folder"),
         (["TASK"], "the base's task quiz (there: another)"),
     ],
@@ -190,6 +193,7 @@ def test_what_is_refused(tmp_path, arguments, expected):
     places = {
         "BASE": base,
         "OTHER": write_run(tmp_path / "other", quiz([1, 1]), model="other"),
+        "SAMPLES": next((tmp_path / "other").glob("samples_*")),
         "MISSING": tmp_path / "nothing",
         "TASK": write_run(tmp_path / "task", quiz([1, 1]), task="another", model="other"),
     }

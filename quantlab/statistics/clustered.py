@@ -112,7 +112,8 @@ def bootstrap_interval(
         np.mean,
         confidence_level=confidence,
         n_resamples=resamples,
-        batch=1000,
+        # In memory at once: as many numbers as 1000 resamples of a benchmark have, whatever its size.
+        batch=max(1, min(1000, 2**22 // values.size)),
         method=method,  # pyright: ignore[reportArgumentType]
         rng=np.random.default_rng(seed),
     ).confidence_interval

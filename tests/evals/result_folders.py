@@ -34,7 +34,7 @@ def write_run(folder, samples, *, model="m", policy=None, task="quiz", time=TIME
     lines = "".join(json.dumps(line) + "\n" for line in samples)
     (folder / f"samples_{task}_{time}.jsonl").write_text(lines)
     settings = {"output_type": "generate_until", "generation_kwargs": {"temperature": 1.0}, "repeats": 1}
-    n = len({line["doc_id"] for line in samples}) if count is None else count
+    n = len({str(line["doc_id"]) for line in samples}) if count is None else count
     results = {
         "results": {task: {}},
         "configs": {task: {name: changes.pop(name, value) for name, value in settings.items()}},

@@ -196,6 +196,19 @@ def test_loglikelihoods_of_paired_documents(tmp_path):
         pair(run("c", 0.0), run("d", 0.0, choices=3)).loglikelihood_change()
 
 
+@pytest.mark.filterwarnings("error")
+def test_infinite_loglikelihoods_that_did_not_change(tmp_path):
+    def run(name, *values):
+        pairs = [[str(value), "False"] for value in values]
+        lines = [sample(i, {"acc": 1}, filtered_resps=pairs, resps=[[p] for p in pairs]) for i in range(3)]
+        return answers(write_run(tmp_path / name, lines, model=name))
+
+    infinite = float("-inf")
+    base = run("a", infinite, -1.0)
+    assert pair(base, run("b", infinite, -1.5)).loglikelihood_change() == 0.25
+    assert pair(base, run("c", -2.0, -1.0)).loglikelihood_change() == float("inf")
+
+
 def test_characters_are_not_tokens(tmp_path, base):
     other = answers(write_run(tmp_path / "other", quiz([1] * 4, tokens=[5] * 4), model="other"))
     assert pair(base, other).of("length") is None

@@ -242,6 +242,17 @@ BROKEN = {
         lambda folder: write_run(folder, [*quiz([1, 0]), *quiz([1])]),
         "each document once, doc_id 0 is there twice",
     ),
+    "text with several repeats": (runs_with([1, "secret"]), "'<str>': expected a number from 0 to 1"),
+    "a table for a metric": (runs_with({"secret": 1}), "'<dict>': expected a number from 0 to 1"),
+    "a list as a document's number": (runs_with(1, 0, doc_id=[[0], [1]]), "number or text as doc_id"),
+    "a table as a filter": (
+        lambda folder: write_run(folder, [sample(0, {"acc": 1}, filter={"secret": 1})]),
+        "text as the filter",
+    ),
+    "results that are no object": (
+        broken(lambda file: file.with_name(f"results_{TIME}.json").write_text("[1]")),
+        "one JSON object in results_",
+    ),
     "no hash": (
         lambda folder: write_run(folder, [sample(0, {"acc": 1}, doc_hash=None)]),
         "a doc_hash in document 0",
@@ -264,6 +275,26 @@ def test_broken_files_are_one_line(tmp_path, case):
         answers(write(tmp_path))
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("told", [{"quiz": {"no_answer": False}}, {}, None])
+def test_a_metric_of_which_less_is_better_counts_no_loss(tmp_path, told):
+    lines = [sample(i, {"correct": 1, "no_answer": 1}) for i in range(2)]
+    folder = write_run(tmp_path, lines, higher_is_better=told)
+    with pytest.raises(InputError, match="--metric 'no_answer': expected a metric of which more is better"):
+        answers(folder, metric="no_answer")
+    (folder / f"results_{TIME}.json").unlink()
+    with pytest.raises(InputError, match="more is better"):
+        answers(folder, metric="no_answer")
+
+
+def test_the_task_says_which_metric_is_better_low(tmp_path):
+    lines = [sample(i, {"acc": 1, "toxicity": 0.5, "bleu": 0.5}) for i in range(2)]
+    folder = write_run(tmp_path, lines, higher_is_better={"quiz": {"toxicity": False, "bleu": True}})
+    assert answers(folder, metric="bleu").metric == "bleu"
+    with pytest.raises(InputError, match="more is better"):
+        answers(folder, metric="toxicity")
 
 
 def test_an_unknown_metric_is_named(tmp_path):
