@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from quantlab.errors import InputError
-from quantlab.evals.generated import Finish
+from quantlab.evals.generated import FINISHES, Finish
 from quantlab.records import content_hash, write_atomic
 
 SCHEMA_VERSION = 1
 KIND = "generations"
+_BEGINNING = f'{{"schema_version":{SCHEMA_VERSION},"kind":"{KIND}"'.encode()
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ class Sidecar:
         whole = data.rfind(b"\n") + 1
         header, *rows = data[:whole].splitlines() or [b""]
         if not header:
-            if whole:
+            # What a kill leaves of a header is a beginning of one; anything else is somebody's file.
+            if whole or not (data.startswith(_BEGINNING) or _BEGINNING.startswith(data)):
                 raise InputError("sidecar", str(self.path), "a file of generations, or none")
             self._file.truncate(0)
             self._file.write(_dump(self._header))
@@ -121,13 +123,8 @@ class Sidecar:
             return
         self._check(_parse(header))
         for number, row in enumerate(rows, 2):
-            try:
-                found = json.loads(row)
-                line = Line(**found | {"ids": None if found["ids"] is None else tuple(found["ids"])})
-            except (ValueError, TypeError, KeyError):
-                raise InputError(
-                    "sidecar", str(self.path), f"whole lines; line {number} is not one"
-                ) from None
+            if (line := _line(_parse(row))) is None:
+                raise InputError("sidecar", str(self.path), f"whole lines; line {number} is not one")
             self.lines[line.key] = line
         if whole < len(data):
             self._file.truncate(whole)
@@ -137,7 +134,9 @@ class Sidecar:
         if header.get("kind") != KIND or header.get("schema_version") != SCHEMA_VERSION:
             raise InputError("sidecar", str(self.path), f"a file of generations, version {SCHEMA_VERSION}")
         if header.get("fingerprint") != self._header["fingerprint"]:
-            old, new = header.get("settings", {}), self._header["settings"]
+            old, new = header.get("settings"), self._header["settings"]
+            if not isinstance(old, dict):
+                raise InputError("sidecar", str(self.path), "a file of generations that names its settings")
             names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
             told = ", ".join(f"{name} {old.get(name)!r} then, {new.get(name)!r} now" for name in names)
             raise InputError("sidecar", str(self.path), f"a file of the same settings: {told}")
@@ -182,6 +181,28 @@ def _dump(value: Mapping[str, Any]) -> bytes:
 def _parse(line: bytes) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _line(found: Mapping[str, Any]) -> Line | None:
+    """None unless all of a Line is there, each value of its kind: a line that only looks like one gives wrong numbers."""
+    if set(found) != set(Line.__dataclass_fields__):
+        return None
+    counts = [found[name] for name in ("doc_id", "index", "repeat", "prompt_tokens", "tokens", "seed")]
+    texts = [found[name] for name in ("task", "prompt", "sampling")]
+    exercised, ids = found["exercised"], found["ids"]
+    fits = all(map(_is_count, counts)) and all(isinstance(text, str) for text in texts)
+    fits = fits and isinstance(exercised, dict) and found["finish"] in FINISHES
+    if not fits or not all(count is None or _is_count(count) for count in exercised.values()):
+        return None
+    if ids is None:
+        return Line(**found)
+    if not isinstance(ids, list) or len(ids) != found["tokens"] or not all(map(_is_count, ids)):
+        return None
+    return Line(**{**found, "ids": tuple(ids)})
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -80,9 +80,10 @@ def test_a_torn_header_is_a_new_file(tmp_path):
     path = tmp_path / "generations.jsonl"
     Sidecar(path, SETTINGS).close()
     whole = path.read_bytes()
-    path.write_bytes(whole[:-4])
-    Sidecar(path, SETTINGS).close()
-    assert path.read_bytes() == whole
+    for end in range(len(whole)):
+        path.write_bytes(whole[:end])
+        Sidecar(path, SETTINGS).close()
+        assert path.read_bytes() == whole
 
 
 def test_other_settings_are_refused_by_name(tmp_path):
@@ -92,7 +93,19 @@ def test_other_settings_are_refused_by_name(tmp_path):
         Sidecar(path, SETTINGS | {"policy": "int8@1"})
 
 
-@pytest.mark.parametrize("text", ["no json\n", '{"kind": "other"}\n', "[1]\n", "\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no json\n",
+        "a note without an end of line",
+        '{"kind": "other"}\n',
+        '{"kind":"generations","schema_version":1,"fingerprint":"f","settings":3}\n',
+        '{"kind":"generations","schema_version":1}\n',
+        "[" * 100_000 + "\n",
+        "[1]\n",
+        "\n",
+    ],
+)
 def test_another_file_is_refused_and_left_alone(tmp_path, text):
     path = tmp_path / "generations.jsonl"
     path.write_text(text)
@@ -108,6 +121,25 @@ def test_a_broken_line_in_the_middle_is_refused(tmp_path):
     written.close()
     rows = path.read_text().splitlines()
     path.write_text("\n".join([rows[0], rows[1][:20], rows[2]]) + "\n")
+    with pytest.raises(InputError, match="line 2 is not one"):
+        Sidecar(path, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ids": ["4", 5]}, {"ids": [4, 5, 6]}, {"ids": [4, -5]}, {"ids": {"4": 5}}, {"ids": 3}, {"tokens": 3}, {"tokens": True},
+        {"finish": "tired"}, {"finish": ["stop"]}, {"exercised": None}, {"exercised": {"checkpoint": "1"}}, {"doc_id": "0"},
+        {"seed": None}, {"task": 3}, {"prompt": ["p"]}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_a_line_of_other_kinds_of_values_is_none(tmp_path, changes):
+    path = tmp_path / "generations.jsonl"
+    written = Sidecar(path, SETTINGS)
+    written.append([line(0), line(1)])
+    written.close()
+    header, first, second = path.read_text().splitlines()
+    path.write_text("\n".join([header, json.dumps(json.loads(first) | changes), second]) + "\n")
     with pytest.raises(InputError, match="line 2 is not one"):
         Sidecar(path, SETTINGS)
 
