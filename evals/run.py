@@ -23,11 +23,11 @@ from quantlab.evals.preflight import (
 )
 from quantlab.evals.preflight_report import Check, Preflight, SampleSize
 from quantlab.evals.preflight_requests import dtype_check, exercised_check, read_requests, request_checks
-from quantlab.evals.resume import SIDECAR, evaluation_key, keep_record, kept_record
+from quantlab.evals.resume import SIDECAR, evaluation_key, keep_record, kept_record, remove_unfinished
 from quantlab.evals.samples import as_lines, record_documents
 from quantlab.evals.sidecar import set_aside, strip_tokens
 from quantlab.evals.task_settings import Sampling, with_sampling
-from quantlab.records import check_output_folder, check_output_place, write_atomic
+from quantlab.records import check_output_folder, check_output_place
 from quantlab.schemes import Diverged, Policy, PolicyRules
 
 logger = logging.getLogger(__name__)
@@ -121,15 +121,17 @@ def run_eval(
             return []
         check_output_folder(output)
         for policy in parsed:
+            check_output_place(Path(output) / policy.file_name)
+        for policy in parsed:
             folder, key, record = Path(output) / policy.file_name, keys[policy], kept[policy]
             evaluation.use(policy)
             if record is None:
                 set_aside(folder / SIDECAR)
                 record, results, samples = evaluation.run(policy, sidecar=folder / SIDECAR)
                 record["metrics"]["preflight"] = found.as_dict()
-                if results is not None:
-                    write_results(results, folder, samples, with_text=log_samples_with_text)
-                keep_record(folder, key, record)
+                remove_unfinished(folder, key)
+                files = result_files(results, samples, with_text=log_samples_with_text)
+                keep_record(folder, key, record, files)
             else:
                 logger.info("%s: this evaluation is there already, in %s", policy, folder)
             evaluation.end(folder / SIDECAR, keep_tokens=log_samples_with_text)
@@ -324,24 +326,21 @@ def _log_warnings(found: Preflight) -> None:
         logger.warning("%s", check.error)
 
 
-def write_results(
-    results: dict[str, Any],
-    folder: Path,
-    samples: dict[str, list[dict[str, Any]]] | None = None,
-    *,
-    with_text: bool = False,
-) -> Path:
-    """lm-eval's results file in ``folder``, its samples files beside it, under lm-eval's own kind of names.
+def result_files(
+    results: dict[str, Any] | None, samples: dict[str, list[dict[str, Any]]], *, with_text: bool = False
+) -> dict[str, bytes]:
+    """lm-eval's results file and its samples files under lm-eval's own kind of names: content by name.
 
-    Each file is all or nothing, and the results come last: where they are, their samples are.
+    The results come last: where they are, their samples are.  None of a policy whose state diverged.
     """
-    stamp = time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime()) + f".{time.time_ns() % 10**9 // 1000:06d}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for task, rows in (samples or {}).items():
-        write_atomic(folder / f"samples_{task}_{stamp}.jsonl", as_lines(rows, with_text=with_text))
-    path = folder / f"results_{stamp}.json"
-    write_atomic(path, json.dumps(results, indent=2, ensure_ascii=False).encode())
-    return path
+    if results is None:
+        return {}
+    second, rest = divmod(time.time_ns(), 10**9)  # one reading of the clock, or a second could be one too early
+    stamp = f"{time.strftime('%Y-%m-%dT%H-%M-%S', time.gmtime(second))}.{rest // 1000:06d}"
+    files = {
+        f"samples_{task}_{stamp}.jsonl": as_lines(rows, with_text=with_text) for task, rows in samples.items()
+    }
+    return files | {f"results_{stamp}.json": json.dumps(results, indent=2, ensure_ascii=False).encode()}
 
 
 def _dump(results: Any) -> str:

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from quantlab.errors import InputError
+from quantlab.evals.result_files import read_runs
 from quantlab.evals.run import run_eval
 from quantlab.models import build_tiny
 from quantlab.models.decode_rows import EagerRows
@@ -81,14 +82,60 @@ def test_another_model_of_the_same_name_is_another_evaluation(folder, table, tmp
         run_eval(place, ["fp32@1"], [MULTIPLE_CHOICE], data=table, output=tmp_path / "out", limit=1)
 
 
-def test_a_broken_record_is_none(folder, table, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "text",
+    [None, "", "[1]", '{"a": 1}', '{"files": [], "record": {}}', '{"files": ["../x"], "record": {}}', "[" * 100_000],
+)
+def test_a_broken_record_is_none(folder, table, tmp_path, monkeypatch, text):
     arguments = {"data": table, "output": tmp_path / "out", "limit": 1}
     run_eval(folder, ["fp32@1"], [MULTIPLE_CHOICE], **arguments)
     (kept,) = (tmp_path / "out" / "fp32@1").glob("record_*.json")
-    kept.write_bytes(kept.read_bytes()[:-9])
+    kept.write_bytes(kept.read_bytes()[:-9] if text is None else text.encode())
     monkeypatch.setattr("lm_eval.simple_evaluate", never)
     with pytest.raises(AssertionError, match="evaluated"):
         run_eval(folder, ["fp32@1"], [MULTIPLE_CHOICE], **arguments)
+
+
+@pytest.mark.parametrize("pattern", ["results_*", "samples_*"])
+def test_results_that_were_deleted_are_made_again_and_once(folder, table, tmp_path, pattern):
+    def run():
+        return run_eval(folder, ["fp32@1"], [MULTIPLE_CHOICE], data=table, output=tmp_path / "out")
+
+    run()
+    (gone,) = (tmp_path / "out" / "fp32@1").glob(pattern)
+    gone.unlink()
+    run()
+    names = [path.name.split("_")[0] for path in (tmp_path / "out" / "fp32@1").iterdir()]
+    assert sorted(names) == ["record", "results", "samples"]
+
+
+@pytest.mark.parametrize("written", range(4))
+def test_a_disk_that_fills_up_at_any_file_leaves_one_run(folder, tmp_path, monkeypatch, written):
+    """Of the record, the samples and the results the first ``written`` get through, and a fourth write is of none."""
+    place, real = tmp_path / "out" / "fp32@1", os.replace
+    count = []
+
+    def full(source, target, **options):
+        if "generations" not in str(target):
+            count.append(target)
+            if len(count) > written:
+                raise OSError(28, "No space left on device")
+        return real(source, target, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", full)
+        if written < 3:
+            with pytest.raises(OSError, match="No space"):
+                arithmetic(folder, tmp_path / "out", ["fp32@1"])
+            assert not list(place.glob("results_*"))  # they come last
+        else:
+            arithmetic(folder, tmp_path / "out", ["fp32@1"])
+    assert len(count) == min(written + 1, 3)
+    (record,) = arithmetic(folder, tmp_path / "out", ["fp32@1"])
+    assert record["metrics"]["generation"]["resumed"] == (4 if written < 3 else 0)
+    assert list(read_runs(place)) == [GENERATION]
+    names = [path.name.split("_")[0] for path in place.iterdir()]
+    assert sorted(names) == ["generations.jsonl", "record", "results", "samples"]
 
 
 def test_generations_leave_counts_and_no_tokens(folder, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from quantlab.errors import InputError
 from quantlab.evals.model import QuantlabLM
 from quantlab.evals.point import run_points
-from quantlab.evals.run import run_eval, write_results
+from quantlab.evals.run import run_eval
 from quantlab.evals.task_settings import Sampling
 from tests.evals import made_up
 
@@ -264,14 +264,14 @@ def test_a_policy_that_does_not_fit_is_refused_before_a_document_is_scored(
     assert [path for path in tmp_path.iterdir() if path != table] == []
 
 
-def test_results_are_whole_or_absent(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_results({"results": {}}, tmp_path / "fp32@1")
-    assert list((tmp_path / "fp32@1").iterdir()) == []
+@pytest.mark.parametrize("folder", ["mamba2"], indirect=True)
+def test_a_file_where_a_policy_goes_is_refused_before_the_first_one_runs(folder, table, tmp_path, monkeypatch):
+    monkeypatch.setattr("lm_eval.simple_evaluate", never_scored)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "nvfp4@1").write_text("notes")
+    with pytest.raises(InputError, match="output .*nvfp4@1': expected a folder"):
+        run_eval(folder, ["fp32@1", "nvfp4@1"], [TASK], data=table, output=tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["nvfp4@1"]
 
 
 GEN = "quantlab_gpqa_diamond_gen"
