@@ -9,7 +9,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from quantlab.errors import unknown_name
+from quantlab.errors import InputError, unknown_name
 from quantlab.evals.documents import as_test_split, in_order
 from quantlab.evals.local_data import Source, cell_text, check_unicode, find_columns, read_table, refuse_row
 
@@ -74,7 +74,9 @@ def gpqa(
 
     ``data`` and ``gpqa_path`` are two names of one thing.
     """
-    return as_test_split(documents(gpqa_path if data is None else data, subset, int(gpqa_seed)))
+    if isinstance(gpqa_seed, bool) or not isinstance(gpqa_seed, int):
+        raise InputError("gpqa_seed", gpqa_seed, "a whole number")
+    return as_test_split(documents(gpqa_path if data is None else data, subset, gpqa_seed))
 
 
 def documents(data: str | Path | None, subset: str = "diamond", seed: int = 0) -> list[dict[str, Any]]:

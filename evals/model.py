@@ -83,6 +83,9 @@ class QuantlabLM(_HFLM):
         for name, value in checked.items():
             _check_number(name, value, least=1 if name == "generation_batch" else 0)
         self.check_scoring(scoring, parse_rules(policy))
+        if isinstance(pretrained, str) and pretrained.startswith(("/", "./", "../", "~")):
+            if not Path(pretrained).is_dir():  # the library would report a bad name of a repository
+                raise InputError("pretrained", pretrained, "a folder with a Hugging Face model")
         if isinstance(pretrained, str) and Path(pretrained).is_dir():
             # lm-eval looks a relative path up as a repository name on the network.
             pretrained = str(Path(pretrained).resolve())
@@ -94,6 +97,7 @@ class QuantlabLM(_HFLM):
         self._sidecar: Sidecar | None = None
         self._sidecar_path: str | Path | None = None
         super().__init__(pretrained=pretrained, batch_size=int(batch_size), **kwargs)
+        self._check_think_end()
         self.use_policy(policy, seed=int(state_seed), sidecar=sidecar)
 
     def use_policy(
@@ -118,6 +122,15 @@ class QuantlabLM(_HFLM):
             self._keep_tokens = keep_tokens
         self._warning: str | None = None
         check_cache(self)
+
+    def _check_think_end(self) -> None:
+        """InputError for an end of thoughts that no response could have: each would count as a thought to its end."""
+        given = self.think_end_token
+        if isinstance(given, int) and not 0 <= given < len(self.tokenizer):
+            expected = f"a token id below {len(self.tokenizer)}, or text such as </think>"
+            raise InputError("think_end_token", given, expected)
+        if isinstance(given, str) and not given.strip():
+            raise InputError("think_end_token", given, "text such as </think>, or a token id")
 
     @staticmethod
     def check_scoring(scoring: str, rules: PolicyRules) -> None:

@@ -60,7 +60,9 @@ def _kept(folder: Path, key: str) -> dict[str, Any] | None:
         return None
     files, record = found["files"], found["record"]
     named = isinstance(files, list) and all(isinstance(f, str) and Path(f).name == f for f in files)
-    whole = isinstance(record, dict) and all(isinstance(record.get(name), dict) for name in ("point", "metrics"))
+    whole = isinstance(record, dict) and all(
+        isinstance(record.get(name), dict) for name in ("point", "metrics")
+    )
     return found if named and whole and "status" in record else None
 
 

@@ -335,7 +335,9 @@ def result_files(
     """
     if results is None:
         return {}
-    second, rest = divmod(time.time_ns(), 10**9)  # one reading of the clock, or a second could be one too early
+    second, rest = divmod(
+        time.time_ns(), 10**9
+    )  # one reading of the clock, or a second could be one too early
     stamp = f"{time.strftime('%Y-%m-%dT%H-%M-%S', time.gmtime(second))}.{rest // 1000:06d}"
     files = {
         f"samples_{task}_{stamp}.jsonl": as_lines(rows, with_text=with_text) for task, rows in samples.items()

@@ -66,7 +66,7 @@ def _changed(manager: Any, task: str, sampling: Sampling) -> str | dict[str, Any
     options |= changes
     if "temperature" in changes:
         options["do_sample"] = changes["temperature"] > 0
-    elif "top_p" in changes and not options.get("do_sample"):
+    if "top_p" in changes and not options.get("do_sample"):
         raise InputError("top_p", sampling.top_p, f"a temperature above 0: {task} is greedy")
     if not options.get("do_sample"):
         options = {name: value for name, value in options.items() if name not in ("top_p", "top_k", "min_p")}

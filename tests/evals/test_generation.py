@@ -200,3 +200,15 @@ def test_an_answer_remembers_itself_through_copies():
     for same in (copy.deepcopy(answer), pickle.loads(pickle.dumps(answer))):
         assert (same, same.tokens, same.finish) == ("B", 3, "stop")
     assert answer == "B"
+
+
+@pytest.mark.parametrize("wrong", ["", "  ", "99999999", 99999999, -1])
+def test_an_end_of_thoughts_that_no_response_could_have_is_refused(folder, wrong):
+    with pytest.raises(InputError, match="think_end_token"):
+        QuantlabLM(str(folder), device="cpu", think_end_token=wrong)
+
+
+@pytest.mark.parametrize("place", ["nothing", "nothing/../nowhere"])
+def test_a_path_without_a_folder_is_one_line(tmp_path, place):
+    with pytest.raises(InputError, match="^pretrained .*a folder with a Hugging Face model"):
+        QuantlabLM(f"{tmp_path}/{place}", device="cpu")

@@ -126,3 +126,10 @@ def test_the_invented_table_is_what_its_script_writes(tmp_path):
     assert len({row["Question"] for row in rows}) == len(rows)
     assert all(len(row["Question"].encode()) > 120 for row in rows)
     assert all(len({row[name] for name in COLUMNS[1:]}) == 4 for row in rows)
+
+
+@pytest.mark.parametrize("seed", ["x", "1", 1.5, True, None])
+def test_a_seed_that_is_no_whole_number_is_refused(tmp_path, seed):
+    table = made_up.write(tmp_path / "a.csv", made_up.rows(2, words=10))
+    with pytest.raises(InputError, match="^gpqa_seed"):
+        gpqa(data=str(table), gpqa_seed=seed)

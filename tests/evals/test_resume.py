@@ -84,7 +84,15 @@ def test_another_model_of_the_same_name_is_another_evaluation(folder, table, tmp
 
 @pytest.mark.parametrize(
     "text",
-    [None, "", "[1]", '{"a": 1}', '{"files": [], "record": {}}', '{"files": ["../x"], "record": {}}', "[" * 100_000],
+    [
+        None,
+        "",
+        "[1]",
+        '{"a": 1}',
+        '{"files": [], "record": {}}',
+        '{"files": ["../x"], "record": {}}',
+        "[" * 100_000,
+    ],
 )
 def test_a_broken_record_is_none(folder, table, tmp_path, monkeypatch, text):
     arguments = {"data": table, "output": tmp_path / "out", "limit": 1}

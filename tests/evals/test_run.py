@@ -265,7 +265,9 @@ def test_a_policy_that_does_not_fit_is_refused_before_a_document_is_scored(
 
 
 @pytest.mark.parametrize("folder", ["mamba2"], indirect=True)
-def test_a_file_where_a_policy_goes_is_refused_before_the_first_one_runs(folder, table, tmp_path, monkeypatch):
+def test_a_file_where_a_policy_goes_is_refused_before_the_first_one_runs(
+    folder, table, tmp_path, monkeypatch
+):
     monkeypatch.setattr("lm_eval.simple_evaluate", never_scored)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "nvfp4@1").write_text("notes")

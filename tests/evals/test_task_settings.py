@@ -74,6 +74,7 @@ def test_greedy_is_one_response(manager):
         ("running_arithmetic", {"repeats": 2}, "greedy responses are all the same"),
         ("running_arithmetic", {"repeats": 2, "temperature": 1}, "keeps the first response only"),
         ("running_arithmetic", {"top_p": 0.9}, "a temperature above 0"),
+        (GEN, {"top_p": 0.9, "temperature": 0, "repeats": 1}, "a temperature above 0"),
     ],
 )
 def test_a_change_that_would_do_nothing_is_refused(manager, name, changes, words):
