@@ -19,14 +19,13 @@ HUB = "hub"
 """Given as data: download from the hub, with the user's token.  A folder of that name is "./hub"."""
 Rows = list[dict[str, Any]]
 
-
-class _NoRows(ValueError):
-    """JSON that is no list of objects."""
-
-
 _SPLITS = ("test", "train")  # of a data set in several: the first of these that it has
 _CARD = "README.md"
 _LARGE_FILE = b"version https://git-lfs"
+
+
+class _NoRows(ValueError):
+    """JSON that is no list of objects."""
 
 
 @dataclass(frozen=True)

@@ -83,10 +83,11 @@ class QuantlabLM(_HFLM):
         for name, value in checked.items():
             _check_number(name, value, least=1 if name == "generation_batch" else 0)
         self.check_scoring(scoring, parse_rules(policy))
-        if isinstance(pretrained, str) and pretrained.startswith(("/", "./", "../", "~")):
-            if not Path(pretrained).is_dir():  # the library would report a bad name of a repository
-                raise InputError("pretrained", pretrained, "a folder with a Hugging Face model")
-        if isinstance(pretrained, str) and Path(pretrained).is_dir():
+        folder = Path(pretrained) if isinstance(pretrained, str) else None
+        is_path = str(pretrained).startswith(("/", "./", "../", "~"))
+        if folder is not None and is_path and not folder.is_dir():  # else a "bad repository name"
+            raise InputError("pretrained", pretrained, "a folder with a Hugging Face model")
+        if folder is not None and folder.is_dir():
             # lm-eval looks a relative path up as a repository name on the network.
             pretrained = str(Path(pretrained).resolve())
         kwargs.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")

@@ -187,7 +187,7 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 
 def _line(found: Mapping[str, Any]) -> Line | None:
-    """None unless all of a Line is there, each value of its kind: a line that only looks like one gives wrong numbers."""
+    """None unless all of a Line is there, each value of its kind."""
     if set(found) != set(Line.__dataclass_fields__):
         return None
     counts = [found[name] for name in ("doc_id", "index", "repeat", "prompt_tokens", "tokens", "seed")]

@@ -210,5 +210,5 @@ def test_an_end_of_thoughts_that_no_response_could_have_is_refused(folder, wrong
 
 @pytest.mark.parametrize("place", ["nothing", "nothing/../nowhere"])
 def test_a_path_without_a_folder_is_one_line(tmp_path, place):
-    with pytest.raises(InputError, match="^pretrained .*a folder with a Hugging Face model"):
+    with pytest.raises(InputError, match=r"^pretrained .*a folder with a Hugging Face model"):
         QuantlabLM(f"{tmp_path}/{place}", device="cpu")

@@ -131,5 +131,5 @@ def test_the_invented_table_is_what_its_script_writes(tmp_path):
 @pytest.mark.parametrize("seed", ["x", "1", 1.5, True, None])
 def test_a_seed_that_is_no_whole_number_is_refused(tmp_path, seed):
     table = made_up.write(tmp_path / "a.csv", made_up.rows(2, words=10))
-    with pytest.raises(InputError, match="^gpqa_seed"):
+    with pytest.raises(InputError, match=r"^gpqa_seed"):
         gpqa(data=str(table), gpqa_seed=seed)

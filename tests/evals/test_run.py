@@ -271,7 +271,7 @@ def test_a_file_where_a_policy_goes_is_refused_before_the_first_one_runs(
     monkeypatch.setattr("lm_eval.simple_evaluate", never_scored)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "nvfp4@1").write_text("notes")
-    with pytest.raises(InputError, match="output .*nvfp4@1': expected a folder"):
+    with pytest.raises(InputError, match=r"output .*nvfp4@1': expected a folder"):
         run_eval(folder, ["fp32@1", "nvfp4@1"], [TASK], data=table, output=tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["nvfp4@1"]
 

@@ -128,8 +128,10 @@ def test_a_broken_line_in_the_middle_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"ids": ["4", 5]}, {"ids": [4, 5, 6]}, {"ids": [4, -5]}, {"ids": {"4": 5}}, {"ids": 3}, {"tokens": 3}, {"tokens": True},
-        {"finish": "tired"}, {"finish": ["stop"]}, {"exercised": None}, {"exercised": {"checkpoint": "1"}}, {"doc_id": "0"},
+        {"ids": ["4", 5]}, {"ids": [4, 5, 6]}, {"ids": [4, -5]}, {"ids": {"4": 5}}, {"ids": 3},
+        {"tokens": 3}, {"tokens": True},
+        {"finish": "tired"}, {"finish": ["stop"]}, {"exercised": None}, {"exercised": {"checkpoint": "1"}},
+        {"doc_id": "0"},
         {"seed": None}, {"task": 3}, {"prompt": ["p"]}, {"more": 1},
     ],
 )  # fmt: skip
