@@ -18,7 +18,7 @@ from quantlab.evals.progress import Progress
 from quantlab.evals.sampling import Sampling
 from quantlab.evals.sidecar import Line, Sidecar
 from quantlab.evals.stopping import Stops
-from quantlab.models.decode_rows import DecodeRows, EagerRows, GraphRows
+from quantlab.models.decode_rows import ROWS_TOGETHER, DecodeRows, EagerRows, GraphRows
 from quantlab.records import content_hash
 
 ENGINES = ("auto", "graph", "eager")
@@ -217,6 +217,9 @@ class Generation:
                 if lm.engine == "graph" or error.argument in ("batch", "length"):
                     raise
                 warnings.warn(f"no graph of a step, generation is slower: {error}", stacklevel=2)
+        count += (
+            -count % ROWS_TOGETHER
+        )  # of a batch that is no multiple, some rows would be computed otherwise
         self._used = {"engine": "eager", "batch": count, "positions": positions}
         return EagerRows(lm.model, lm.interception, count, positions)
 

@@ -18,7 +18,7 @@ from quantlab.errors import InputError
 from quantlab.evals.trace_answers import Answer
 from quantlab.evals.traces import Trace
 from quantlab.models.agreement import compare, log_probabilities
-from quantlab.models.decode_rows import LEAST_ROWS
+from quantlab.models.decode_rows import ROWS_TOGETHER
 from quantlab.models.policy_decoder import PolicyDecoder
 
 MEASURES = ("kl", "top1", "margin", "nll", "baseline_nll")
@@ -103,11 +103,11 @@ def replay_batch(
 
 
 def _padded(rows: list[int]) -> list[int]:
-    """A multiple of ``LEAST_ROWS``, by repeating the first: on a CPU a row's numbers then do not depend on the others.
+    """A multiple of ROWS_TOGETHER, by repeating the first: on a CPU a row's numbers then do not depend on the others.
 
     Fewer rows are multiplied in another order, and what is left over behind whole vectors is computed by other code.
     """
-    return rows + rows[:1] * (-len(rows) % LEAST_ROWS)
+    return rows + rows[:1] * (-len(rows) % ROWS_TOGETHER)
 
 
 def _compare(p: Tensor, q: Tensor, rows: list[int], kept: "list[_Kept]", position: int) -> None:

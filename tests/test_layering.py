@@ -40,7 +40,7 @@ for _name in VERBS:
     ALLOWED[_name] = set(ALLOWED["cli"])
 # One verb in several files.
 ALLOWED["cli_drift"] |= {"cli_attribute", "cli_closed_loop"}
-ALLOWED["cli_predict"] |= {"cli_budget"}
+ALLOWED["cli_predict"] |= {"cli_budget", "cli_fact"}
 ALLOWED["cli"] |= VERBS
 ALLOWED["__main__"] = set(ALLOWED["cli"]) | {"cli"}
 

@@ -29,8 +29,9 @@ from quantlab.schemes.ledger import ByteLedger, ledger
 from quantlab.schemes.policy import effective_text
 from quantlab.schemes.pool_rows import exercised_after
 
-LEAST_ROWS = 8
-"""Of an eager step.  A product of few rows adds up in another order: from here on a row's numbers do not depend on how
+ROWS_TOGETHER = 8
+"""An eager step should have a multiple of so many rows.  A product of few rows adds up in another order, and what is
+left over of a vector register is computed by other instructions: of whole eights a row's numbers do not depend on how
 many others there are (with the libraries that PyTorch has for CPUs)."""
 
 Exercised = list[dict[str, int | None]]
@@ -92,7 +93,7 @@ class EagerRows:
     fixed, block = False, 1
 
     def __init__(self, model: nn.Module, interception: Interception, count: int, capacity: int):
-        self._model, self._interception, self.count = model, interception, max(LEAST_ROWS, count)
+        self._model, self._interception, self.count = model, interception, max(ROWS_TOGETHER, count)
         self.device = next(model.parameters()).device
         self.copies = _has_copies(interception.rules)
         self._stack: contextlib.ExitStack | None = None
@@ -152,7 +153,7 @@ class EagerRows:
 
     def keep(self, rows: Sequence[int]) -> None:
         self._enter()
-        rows = list(rows) + [rows[0]] * (LEAST_ROWS - len(rows))
+        rows = list(rows) + [rows[0]] * (-len(rows) % ROWS_TOGETHER)
         at = torch.tensor(rows, device=self.device)
         select_rows(self._cache, at)
         self._lengths.take(at)

@@ -76,7 +76,7 @@ def test_samples_do_not_depend_on_the_batch(both, policy):
     Exactly: eight rows or more are multiplied alike, and a batch of fewer is filled up to eight.
     """
     requests = asked(pairs(LENGTHS), repeats=3)
-    found = [run(both, requests, policy, generation_batch=size)[0] for size in (1, 3, 64)]
+    found = [run(both, requests, policy, generation_batch=size)[0] for size in (1, 3, 9, 64)]
     assert found[0] == found[1] == found[2]
     backwards, _ = run(both, requests[::-1], policy, generation_batch=3)
     # A repeat is numbered by its appearance, so the three of a question trade places.

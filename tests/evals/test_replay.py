@@ -14,7 +14,7 @@ from quantlab.evals.running_arithmetic import problems
 from quantlab.evals.trace_answers import Answer
 from quantlab.evals.traces import Trace
 from quantlab.models import run_with_policy
-from quantlab.models.decode_rows import LEAST_ROWS
+from quantlab.models.decode_rows import ROWS_TOGETHER
 from quantlab.models.forwards import CachedForward
 from quantlab.models.policy_decoder import PolicyDecoder
 from quantlab.models.reference import reference_folder
@@ -65,8 +65,8 @@ def equal(one, other, count=None):
 @torch.no_grad()
 def policy_logits(model, policy, trace):
     """float64 (response, vocabulary): what the policy alone expects at each response token."""
-    ids = torch.tensor([trace.tokens[:-1]]).expand(LEAST_ROWS, -1)
-    with run_with_policy(model, policy, sequence_ids=[trace.sequence_id] * LEAST_ROWS):
+    ids = torch.tensor([trace.tokens[:-1]]).expand(ROWS_TOGETHER, -1)
+    with run_with_policy(model, policy, sequence_ids=[trace.sequence_id] * ROWS_TOGETHER):
         forward = CachedForward(model)
         steps = [forward(ids[:, at : at + 1])[0] for at in range(ids.shape[1])]
     return torch.stack(steps).double().numpy()[len(trace.prompt) - 1 :]

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from quantlab.errors import InputError
 from quantlab.models import build_tiny, run_with_policy
-from quantlab.models.decode_rows import LEAST_ROWS, EagerRows, GraphRows
+from quantlab.models.decode_rows import ROWS_TOGETHER, EagerRows, GraphRows
 from quantlab.models.interception import Interception
 from tests.models.architectures import ARCHITECTURES, decode
 
@@ -132,11 +132,11 @@ def test_rows_can_be_kept_and_dropped(built):
     tokens[:3] = torch.tensor([int(ids[n][0, PROMPTS[n]]) for n in range(3)])
     rows.step(tokens)
     rows.keep([2, 0])
-    assert rows.count == LEAST_ROWS
+    assert rows.count == ROWS_TOGETHER
     after = [int(ids[n][0, PROMPTS[n] + 1]) for n in (2, 0)]
-    logits = rows.step(torch.tensor(after + [after[0]] * (LEAST_ROWS - 2)))
+    logits = rows.step(torch.tensor(after + [after[0]] * (ROWS_TOGETHER - 2)))
     assert close([logits[0], logits[1]], [expected[2][2], expected[0][2]])
-    assert torch.equal(logits[2:], logits[:1].expand(LEAST_ROWS - 2, -1))
+    assert torch.equal(logits[2:], logits[:1].expand(ROWS_TOGETHER - 2, -1))
     rows.close()
 
 
