@@ -17,11 +17,17 @@ FAMILIES = ("gated_delta", "kimi_delta", "mamba1", "mamba2")
 def small(
     family: str, *, steps: int = 48, heads: int = 4, sequences: int = 16, alpha: float = 0.99
 ) -> Stream:
-    shape = {"value_dim": 8, "key_dim": 32} if family != "mamba1" else {"value_dim": 32, "key_dim": 8}
-    if family == "mamba1":
-        heads = 1
+    value_dim, key_dim = (8, 32) if family != "mamba1" else (32, 8)
+    heads = heads if family != "mamba1" else 1
     return synthetic_stream(
-        family, heads=heads, steps=steps, alpha=alpha, seed=3, sequences=sequences, **shape
+        family,
+        heads=heads,
+        steps=steps,
+        alpha=alpha,
+        seed=3,
+        sequences=sequences,
+        value_dim=value_dim,
+        key_dim=key_dim,
     )
 
 
