@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from quantlab.errors import InputError
 from quantlab.models.forwards import CachedForward
 from quantlab.models.graph import DecodeGraph
 from quantlab.models.handles import holding_of
@@ -261,7 +262,7 @@ class GraphRows(DecodeGraph):
         return self.logits
 
     def keep(self, rows: Sequence[int]) -> None:
-        raise NotImplementedError("the number of rows is fixed")
+        raise InputError("rows", len(rows), f"all {self.count}: a captured step has as many rows each time")
 
     def exercised(self, rows: Sequence[int], tokens: Sequence[int]) -> Exercised:
         # The block's steps behind a sequence's end have moved the counters on.
